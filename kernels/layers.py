@@ -38,12 +38,14 @@ def linear(
         x: `[n, inputs]`.
         weight: `[outputs, inputs]`, contiguous.
         bias: `[outputs]`.
-        norm: `[inputs]`, the weight of an RMS norm over `x` with `eps`.
+        norm: `[inputs]`, the weight of an RMS norm over `x` with `eps`; see `rms_norm` for one in another dtype.
         onto: `[n, outputs]`, no part of `x`: what the product, in `x`'s dtype, is added to.
 
     Returns:
         `[n, outputs]` in `x`'s dtype: `onto`, if that is given.
     """
+    if norm is not None and norm.dtype != x.dtype:
+        x, norm = rms_norm(x, norm, eps), None
     kernels = _kernels_for(x, weight, bias, norm) if _takes_sums(onto, x) else None
     if kernels is None:
         product = _by_tiles(
@@ -52,6 +54,14 @@ def linear(
         return product if onto is None else onto.add_(product)
     outputs, inputs = weight.shape
     return _normed(kernels.triforce_linear, x, norm, eps, weight, bias, onto, (inputs, outputs), outputs)
+
+
+def rms_norm(x: Tensor, norm: Tensor, eps: float) -> Tensor:
+    """The RMS norm over the last dimension of `x`, times `norm`, in `x`'s dtype. A norm in float32 multiplies what is
+    not rounded yet."""
+    if norm.dtype == x.dtype:
+        return F.rms_norm(x, norm.shape, norm, eps)
+    return F.rms_norm(x.to(norm.dtype), norm.shape, norm, eps).to(x.dtype)
 
 
 def gated_mlp(

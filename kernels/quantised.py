@@ -12,12 +12,11 @@ from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from .cpu.calls import call, threads
 from .cpu.library import Level, cpu_level, loaded
-from .layers import linear
+from .layers import linear, rms_norm
 from .packages import usable_packages
 from .selection import STEP_ROWS, on_cpu, selected
 
@@ -405,8 +404,8 @@ def quantised_linear(
     """`layers.linear` with a matrix whose numbers are expanded in `x`'s dtype."""
     is_step, by_triton = x.shape[0] <= STEP_ROWS, "triton" in usable_packages(x.device)
     is_fused = is_step and _is_fused(x, matrix)
-    if norm is not None and (is_fused or not on_cpu(x.device)):  # once for all parts of the matrix
-        x, norm = F.rms_norm(x, norm.shape, norm, eps), None
+    if norm is not None and (is_fused or norm.dtype != x.dtype or not on_cpu(x.device)):  # once for all parts of it
+        x, norm = rms_norm(x, norm, eps), None
     if by_triton and is_step:
         from .triton.quantised import product_triton  # not imported where it is not used
 

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..kernels.layers import rows_are_independent
+from ..kernels.layers import rms_norm, rows_are_independent
 from ..kernels.selection import STEP_ROWS
 from .errors import ModelError
 from .matrices import ExpertMlps, GatedMlp, Matrix, Mlp, ModelMatrices, Weight, layer_prefix
@@ -128,12 +128,15 @@ class _Layer:
     k_norm: Tensor | None  # [head_dim]
     o: Weight  # [hidden, num_heads * head_dim]
     o_bias: Tensor | None  # [hidden], added behind the sum over ranks
+    attention_norm: Tensor | None  # [hidden], behind attention
     post_norm: Tensor  # [hidden]
     mlp: Mlp
+    mlp_norm: Tensor | None  # [hidden], behind the MLP
 
     def tensors(self) -> Iterator[Tensor]:
         """What is held."""
-        vectors = self.input_norm, self.q_norm, self.k_norm, self.o_bias, self.post_norm
+        of_attention = self.input_norm, self.q_norm, self.k_norm, self.o_bias, self.attention_norm
+        vectors = *of_attention, self.post_norm, self.mlp_norm
         yield from (vector for vector in vectors if vector is not None)
         for weight in (self.qkv, self.o, *self.mlp.weights):
             yield from weight.tensors()
@@ -168,15 +171,17 @@ class Decoder:
         self.ranks = ranks
         self.tiling = tiling
         self.device = device
-        self.rope = Rope(config.head_dim, config.rope, device)
+        self.rope = Rope(config, device)
         self.matrices = matrices = ModelMatrices.of(config, split)
         self._embedding = matrices.embedding.read(checkpoint, "", config.quantisation)
         self._layers = [_read_layer(config, matrices, checkpoint, i) for i in range(config.num_layers)]
-        self._norm = checkpoint.read("model.norm.weight", config.hidden_size)
+        self._norm = _read_norm(config, checkpoint, "model.norm", config.hidden_size)
         tied = self._embedding.outputs(split.vocabulary)
         self._head = matrices.head.read(checkpoint, "", config.quantisation) if matrices.head else tied
         self._missing_logits = matrices.head_rows - len(range(config.vocab_size)[split.vocabulary])
-        self.dtype = self._norm.dtype
+        self.dtype = checkpoint.dtype
+        # Rounded to that dtype, as `transformers` does.
+        self._scaled_by = torch.tensor(config.hidden_size**0.5, dtype=self.dtype).item()
         checkpoint.check_all_read()
 
     @classmethod
@@ -250,6 +255,8 @@ class Decoder:
         start = cache.length
         cache.prepare(token_ids.shape[0])
         hidden = self._embedding.looked_up(token_ids, self.dtype)  # [n, hidden]
+        if self.config.scaled_embedding:
+            hidden *= self._scaled_by
         parts = self.tiling.tiles(start, hidden.shape[0], stop)
         work = _Progress(self.config, start, hidden.shape[0], on_progress)
         yield
@@ -263,7 +270,7 @@ class Decoder:
         return self._logits(hidden[-num_logits:])
 
     def held(self) -> Iterator[tuple[str, Tensor]]:
-        """The tensors on the device, by part: `weights`, and `rope` of its table."""
+        """The tensors on the device, by part: `weights`, and `rope` of its tables."""
         kept = [*self._embedding.tensors(), self._norm, *self._head.tensors()]
         yield from (("weights", tensor) for tensor in kept)
         yield from (("weights", tensor) for layer in self._layers for tensor in layer.tensors())
@@ -293,13 +300,13 @@ class Decoder:
 
     def _attention(self, index: int, layer: _Layer, rows: Tensor, cache: Cache) -> None:
         """Adds a layer's attention to `rows` `[n, hidden]`."""
-        if self.ranks.size == 1 and layer.o_bias is None:
+        if self.ranks.size == 1 and layer.o_bias is None and layer.attention_norm is None:
             layer.o.times(self._heads(index, layer, rows, cache), onto=rows)
             return
         out = self._sum(rows, lambda: layer.o.times(self._heads(index, layer, rows, cache)))
         if layer.o_bias is not None:
             out += layer.o_bias
-        rows += out
+        rows += out if layer.attention_norm is None else self._rms_norm(out, layer.attention_norm)
 
     def _heads(self, index: int, layer: _Layer, rows: Tensor, cache: Cache) -> Tensor:
         """What this rank's heads give for `rows`, `[n, num_heads * head_dim]`."""
@@ -316,10 +323,11 @@ class Decoder:
     def _mlp(self, layer: _Layer, rows: Tensor) -> None:
         """Adds a layer's MLP to `rows` `[n, hidden]`."""
         norm, eps = layer.post_norm, self.config.rms_norm_eps
-        if self.ranks.size == 1:
+        if self.ranks.size == 1 and layer.mlp_norm is None:
             layer.mlp.of(rows, norm=norm, eps=eps, onto=rows)
-        else:
-            rows += self._sum(rows, lambda: layer.mlp.of(rows, norm=norm, eps=eps))
+            return
+        out = self._sum(rows, lambda: layer.mlp.of(rows, norm=norm, eps=eps))
+        rows += out if layer.mlp_norm is None else self._rms_norm(out, layer.mlp_norm)
 
     def _sum(self, rows: Tensor, part: Callable[[], Tensor]) -> Tensor:
         """The sum of every rank's `part` of what is added to `rows`, both `[n, hidden]`. A rank whose own fails takes
@@ -338,7 +346,7 @@ class Decoder:
         return self.ranks.gather_columns(part)[:, : self.config.vocab_size].float()
 
     def _rms_norm(self, rows: Tensor, weight: Tensor) -> Tensor:
-        return F.rms_norm(rows, weight.shape, weight, self.config.rms_norm_eps)
+        return rms_norm(rows, weight, self.config.rms_norm_eps)
 
 
 def forward_work(config: ModelConfig, start: int, n: int) -> float:
@@ -368,21 +376,32 @@ def _read_layer(config: ModelConfig, matrices: ModelMatrices, checkpoint: Checkp
     def read(name: str, *shape: int) -> Tensor:
         return checkpoint.read(f"{prefix}{name}", *shape)
 
+    def norm(name: str, width: int) -> Tensor:
+        return _read_norm(config, checkpoint, f"{prefix}{name}", width)
+
     def weight(matrix: Matrix) -> Weight:
         return matrix.read(checkpoint, prefix, config.quantisation)
 
     prefix = layer_prefix(index)
-    hidden, head_dim = config.hidden_size, config.head_dim
+    hidden, head_dim, behind = config.hidden_size, config.head_dim, config.norms_behind
     return _Layer(
-        input_norm=read("input_layernorm.weight", hidden),
+        input_norm=norm("input_layernorm", hidden),
         qkv=weight(matrices.qkv),
-        q_norm=read("self_attn.q_norm.weight", head_dim) if config.qk_norm else None,
-        k_norm=read("self_attn.k_norm.weight", head_dim) if config.qk_norm else None,
+        q_norm=norm("self_attn.q_norm", head_dim) if config.qk_norm else None,
+        k_norm=norm("self_attn.k_norm", head_dim) if config.qk_norm else None,
         o=weight(matrices.o),
         o_bias=read("self_attn.o_proj.bias", hidden) if config.o_bias else None,
-        post_norm=read("post_attention_layernorm.weight", hidden),
+        attention_norm=norm("post_attention_layernorm", hidden) if behind else None,
+        post_norm=norm("pre_feedforward_layernorm" if behind else "post_attention_layernorm", hidden),
         mlp=_read_mlp(config, matrices, checkpoint, prefix),
+        mlp_norm=norm("post_feedforward_layernorm", hidden) if behind else None,
     )
+
+
+def _read_norm(config: ModelConfig, checkpoint: Checkpoint, name: str, width: int) -> Tensor:
+    """What a norm multiplies by."""
+    norm = checkpoint.read(f"{name}.weight", width, dtype=torch.float32 if config.float32_norms else None)
+    return norm.add_(1.0) if config.zero_centred_norms else norm
 
 
 def _read_mlp(config: ModelConfig, matrices: ModelMatrices, checkpoint: Checkpoint, prefix: str) -> Mlp:
@@ -390,7 +409,8 @@ def _read_mlp(config: ModelConfig, matrices: ModelMatrices, checkpoint: Checkpoi
     ModelError: see `Checkpoint`; or experts are not all stored alike.
     """
     of_mlps, in_few_bits = matrices.mlps, config.quantisation
-    mlps = [GatedMlp(*(matrix.read(checkpoint, prefix, in_few_bits) for matrix in both)) for both in of_mlps]
+    read = [[matrix.read(checkpoint, prefix, in_few_bits) for matrix in both] for both in of_mlps]
+    mlps = [GatedMlp(gate_up, down, config.activation) for gate_up, down in read]
     if config.experts is None or matrices.router is None:
         return mlps[0]
     sizes = {tuple(one.num_bytes(torch.float32, in_few_bits, prefix) for one in both) for both in of_mlps}

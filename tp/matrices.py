@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..kernels.layers import gated_mlp, linear, products_are_independent
+from ..kernels.layers import gated_mlp, linear, products_are_independent, rms_norm
 from ..kernels.packages import usable_packages
 from ..kernels.quantised import (
     Choice,
@@ -241,6 +241,8 @@ class GatedMlp:
 
     gate_up: Weight
     down: Weight
+    activation: str = "silu"
+    """See `ModelConfig`."""
 
     @property
     def weights(self) -> tuple[Weight, ...]:
@@ -248,10 +250,12 @@ class GatedMlp:
 
     def of(self, rows: Tensor, *, norm: Tensor | None = None, eps: float = 0.0, onto: Tensor | None = None) -> Tensor:
         """What it gives for `rows` `[n, hidden]`, with the norm before it, if one is given; see `kernels.gated_mlp`."""
-        if norm is not None and isinstance(self.gate_up, DenseWeight) and isinstance(self.down, DenseWeight):
+        is_dense = isinstance(self.gate_up, DenseWeight) and isinstance(self.down, DenseWeight)
+        if norm is not None and self.activation == "silu" and is_dense:
             return gated_mlp(rows, norm, eps, self.gate_up.matrix, self.down.matrix, onto=onto)
         gate, up = self.gate_up.times(rows, norm=norm, eps=eps).chunk(2, dim=-1)
-        return self.down.times(F.silu(gate).mul_(up), onto=onto)
+        gate = F.silu(gate) if self.activation == "silu" else F.gelu(gate, approximate="tanh")
+        return self.down.times(gate.mul_(up), onto=onto)
 
 
 @dataclass(frozen=True)
@@ -299,7 +303,7 @@ class ExpertMlps:
 
     def of(self, rows: Tensor, *, norm: Tensor, eps: float, onto: Tensor | None = None) -> Tensor:
         """See `GatedMlp.of`."""
-        rows = F.rms_norm(rows, norm.shape, norm, eps)
+        rows = rms_norm(rows, norm, eps)
         shares, of_experts = self._chosen(rows)
         sums = self._one_by_one if self.waits or len(rows) > STEP_ROWS else self._together
         total = sums(rows, shares, of_experts).to(rows.dtype)
@@ -361,8 +365,11 @@ class ModelMatrices:
     """Of the largest part of the output head; the last ranks' parts may be smaller."""
     experts: Experts | None
     num_layers: int
+    norms: int
+    """Numbers of a layer's norms."""
+    float32_norms: bool
     vectors: int
-    """Numbers of a layer's norms and of what is added behind its sums over ranks."""
+    """Numbers of a layer that are added behind its sums over ranks."""
     quantisation: Quantisation | None
     """How matrices of layers are stored that are not in the dtype that is computed in."""
 
@@ -389,7 +396,9 @@ class ModelMatrices:
             head=None if config.tie_word_embeddings else Matrix((head,)),
             head_rows=split.vocabulary_room,
             num_layers=config.num_layers,
-            vectors=hidden * (2 + config.o_bias) + 2 * size * config.qk_norm,
+            norms=hidden * (4 if config.norms_behind else 2) + 2 * size * config.qk_norm,
+            float32_norms=config.float32_norms,
+            vectors=hidden * config.o_bias,
             quantisation=config.quantisation,
         )
 
@@ -408,7 +417,7 @@ class ModelMatrices:
         """All of them; of the output head as many rows as the rank with the most has."""
         hidden, router = self.embedding.shape[1], self.router.numbers if self.router else 0
         of_mlps = self._num_mlps * sum(matrix.numbers for matrix in self.mlp)
-        layers = self.num_layers * (self.qkv.numbers + self.o.numbers + of_mlps + router + self.vectors)
+        layers = self.num_layers * (self.qkv.numbers + self.o.numbers + of_mlps + router + self.norms + self.vectors)
         return layers + self.embedding.numbers + (self.head is not None) * self.head_rows * hidden + hidden
 
     @property
@@ -444,7 +453,9 @@ class ModelMatrices:
     def _layer_bytes(self, dtype: torch.dtype, share: float = 1.0) -> int:
         """Of all layers, of whose MLPs a `share` counts, and of the norm behind them."""
         router = 4 * self.router.numbers if self.router else 0
-        found = self.num_layers * (self.vectors * dtype.itemsize + router) + self.embedding.shape[1] * dtype.itemsize
+        of_norm = 4 if self.float32_norms else dtype.itemsize
+        vectors = self.norms * of_norm + self.vectors * dtype.itemsize
+        found = self.num_layers * (vectors + router) + self.embedding.shape[1] * of_norm
         prefixes = [layer_prefix(layer) for layer in range(self.num_layers)] if self.quantisation else [""]
         for prefix in prefixes:
             of_attention = (matrix.num_bytes(dtype, self.quantisation, prefix) for matrix in (self.qkv, self.o))

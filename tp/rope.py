@@ -8,23 +8,28 @@ import torch
 from torch import Tensor
 
 from ..kernels.layers import rotate
+from .model.config import ModelConfig
 from .model.rope_scaling import RopeConfig
 
-RopeRows = tuple[Tensor, Tensor]
+Angles = tuple[Tensor, Tensor]
 """Cosines and signed sines of `n` positions, each `[n, head_dim]`, float32."""
+
+RopeRows = tuple[Tensor, ...]
+"""Those of `n` positions for each kind of layer, one behind the other: see `Rope.angles`."""
 
 
 _PIECE = 65536
 """Positions whose angles are computed together, which bounds the memory that takes beside the table itself."""
 
 
-def rope_bytes(head_dim: int, positions: int) -> int:
-    """Bytes of the table for so many positions."""
-    return 2 * 4 * head_dim * positions
+def rope_bytes(config: ModelConfig, positions: int) -> int:
+    """Bytes of the tables for so many positions."""
+    return 2 * 4 * config.head_dim * positions * len(config.ropes)
 
 
 class Rope:
-    """Rotates queries and keys by position, with a table of cosines and sines that grows with the positions in use.
+    """Rotates queries and keys by position, with tables of cosines and sines that grow with the positions in use: one,
+    or where layers with sliding windows are rotated otherwise, one for the others and one for them.
 
     Angles and the rotation itself are float32 whatever the model's dtype; the result has the input's dtype.
 
@@ -33,10 +38,13 @@ class Rope:
     every position follows, however many tokens are drafted and however many a pass has.
     """
 
-    def __init__(self, head_dim: int, config: RopeConfig, device: torch.device) -> None:
-        self._head_dim, self._config, self._device = head_dim, config, device
+    def __init__(self, config: ModelConfig, device: torch.device) -> None:
+        self._head_dim, self._kinds, self._device = config.head_dim, config.ropes, device
+        windows = [config.sliding_window(layer) for layer in range(config.num_layers)]
+        self._kind_of = [int(len(self._kinds) > 1 and window is not None) for window in windows]
         self._prompt_length = 0
-        self._cos = self._sin = torch.empty(0, head_dim, device=device)
+        self._tables: list[Angles] = []
+        self._forget()
 
     def begin(self, prompt_length: int) -> bool:
         """Sets the number of tokens of the prompt; returns whether that changes rotations, so that keys rotated before
@@ -45,64 +53,85 @@ class Rope:
         self._prompt_length = prompt_length
         if not changes:
             return False
-        rows = self._cos.shape[0]
-        self._cos = self._sin = self._cos[:0]
+        rows = self._positions
+        self._forget()
         self.reserve(rows)
         return True
 
+    def _forget(self) -> None:
+        empty = torch.empty(0, self._head_dim, device=self._device)
+        self._tables = [(empty, empty)] * len(self._kinds)
+
+    @property
+    def _positions(self) -> int:
+        """Those in the tables."""
+        return self._tables[0][0].shape[0]
+
     def changes_with(self, prompt_length: int) -> bool:
         """Whether a prompt of this length would be rotated otherwise than the one that was begun with."""
-        original = self._config.original_positions
-        lengths = max(prompt_length, original), max(self._prompt_length, original)
-        return self._config.type == "dynamic" and lengths[0] != lengths[1]
+        config = self._kinds[0]
+        lengths = (max(length, config.original_positions) for length in (prompt_length, self._prompt_length))
+        return config.type == "dynamic" and len(set(lengths)) > 1
 
     def reserve(self, positions: int) -> None:
-        """Extends the table to all positions below `positions`; after a call for the whole context it grows no more."""
-        if positions <= self._cos.shape[0]:
+        """Extends the tables to all positions below `positions`; after a call for the whole context they grow no
+        more."""
+        if positions <= self._positions:
             return
         lengths = torch.arange(1, positions + 1)
         lengths[: self._prompt_length] = self._prompt_length
-        cos, sin = (torch.empty(positions, self._head_dim, device=self._device) for _ in range(2))
-        for first in range(0, positions, _PIECE):
-            piece = slice(first, first + _PIECE)
-            self._fill(first, lengths[piece], cos[piece], sin[piece])
-        self._cos, self._sin = cos, sin
+        for kind, config in enumerate(self._kinds):
+            cos, sin = (torch.empty(positions, self._head_dim, device=self._device) for _ in range(2))
+            for first in range(0, positions, _PIECE):
+                piece = slice(first, first + _PIECE)
+                self._fill(config, first, lengths[piece], cos[piece], sin[piece])
+            self._tables[kind] = cos, sin
 
-    def _fill(self, first: int, lengths: Tensor, cos: Tensor, sin: Tensor) -> None:
-        """Writes rows `[n, head_dim]` of the table, from position `first` on; `lengths`: see `inverse_frequencies`."""
-        frequencies = self._config.inverse_frequencies(self._head_dim, lengths).to(self._device)
+    def _fill(self, config: RopeConfig, first: int, lengths: Tensor, cos: Tensor, sin: Tensor) -> None:
+        """Writes rows `[n, head_dim]` of a table, from position `first` on; `lengths`: see `inverse_frequencies`."""
+        frequencies = config.inverse_frequencies(self._head_dim, lengths).to(self._device)
         positions = torch.arange(first, first + len(lengths), device=self._device)
         angles = positions.float().unsqueeze(1) * frequencies  # [n, head_dim / 2]
         half = self._head_dim // 2
-        torch.mul(angles.cos(), self._config.attention_factor, out=cos[:, :half])
-        torch.mul(angles.sin(), self._config.attention_factor, out=sin[:, half:])
+        torch.mul(angles.cos(), config.attention_factor, out=cos[:, :half])
+        torch.mul(angles.sin(), config.attention_factor, out=sin[:, half:])
         cos[:, half:] = cos[:, :half]
         # The table includes the sign of rotate_half, so that a rotation is a roll and two products.
         torch.neg(sin[:, half:], out=sin[:, :half])
 
     def held(self) -> Iterator[tuple[str, Tensor]]:
-        """The table, as the part `rope` of what a run holds."""
-        yield from (("rope", table) for table in (self._cos, self._sin))
+        """The tables, as the part `rope` of what a run holds."""
+        yield from (("rope", table) for both in self._tables for table in both)
 
     def rows(self, start: int, n: int) -> RopeRows:
-        """The table's rows for positions `start`, `start + 1`, ..."""
-        if start + n > self._cos.shape[0]:
-            self.reserve(max(start + n, 2 * self._cos.shape[0]))
-        return self._cos[start : start + n], self._sin[start : start + n]
+        """The tables' rows for positions `start`, `start + 1`, ..."""
+        self._reach(start + n)
+        return tuple(table[start : start + n] for both in self._tables for table in both)
 
-    def rotate(self, x: Tensor, start: int | RopeRows, out: Tensor | None = None) -> Tensor:
-        """Rotates `x` `[heads, n, head_dim]`, whose rows have the positions `start`, `start + 1`, ..., into `out` if
-        given.
+    def _reach(self, stop: int) -> None:
+        """Has rows for all positions below `stop`."""
+        if stop > self._positions:
+            self.reserve(max(stop, 2 * self._positions))
 
-        `start` may also be the table's rows for these positions, where the host does not know the positions.
+    def rotate(self, layer: int, x: Tensor, start: int | RopeRows, out: Tensor | None = None) -> Tensor:
+        """Rotates `x` `[heads, n, head_dim]` of a layer, whose rows have the positions `start`, `start + 1`, ..., into
+        `out` if given.
+
+        `start` may also be the tables' rows for these positions, where the host does not know the positions.
         """
-        return rotate(x, *self.angles(start, x.shape[1]), out)
+        return rotate(x, *self.angles(layer, start, x.shape[1]), out)
 
-    def angles(self, start: int | RopeRows, n: int) -> RopeRows:
-        """What `rotate` turns `n` rows by."""
-        return self.rows(start, n) if isinstance(start, int) else start
+    def angles(self, layer: int, start: int | RopeRows, n: int) -> Angles:
+        """What `rotate` turns `n` rows of a layer by."""
+        kind = self._kind_of[layer]
+        if not isinstance(start, int):
+            return start[2 * kind], start[2 * kind + 1]
+        self._reach(start + n)
+        cos, sin = self._tables[kind]
+        return cos[start : start + n], sin[start : start + n]
 
-    def rotate_to(self, x: Tensor, position: int) -> Tensor:
-        """Rotates every row of `x` `[heads, n, head_dim]` to the one `position`."""
+    def rotate_to(self, layer: int, x: Tensor, position: int) -> Tensor:
+        """Rotates every row of `x` `[heads, n, head_dim]` of a layer to the one `position`."""
         self.reserve(position + 1)
-        return rotate(x, self._cos[position], self._sin[position])
+        cos, sin = self._tables[self._kind_of[layer]]
+        return rotate(x, cos[position], sin[position])

@@ -54,9 +54,9 @@ class BlockAttention:
     `[num_heads, mass_rows]`; and what these give to chunks, part by part, which holds until the next call.
     """
 
-    def __init__(self, head_dim: int, chunk_size: int) -> None:
-        """Args: `chunk_size` is in tokens; a block is whole chunks."""
-        self._scale = head_dim**-0.5
+    def __init__(self, scale: float, chunk_size: int) -> None:
+        """Args: `scale` is the factor on scores; `chunk_size` is in tokens; a block is whole chunks."""
+        self._scale = scale
         self._chunk_size = chunk_size
         self._scratch, self._shares = Scratch(), Shares()
 

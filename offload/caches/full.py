@@ -143,7 +143,7 @@ class FullCache:
         self.blocks.release()
         self._collector: weakref.WeakMethod[Callable[[], BlockCollector | None]] | None = None
         config, max_chunks = self.config, -(-self.capacity // self.chunk_size)
-        self._attention = BlockAttention(config.head_dim, self.chunk_size)
+        self._attention = BlockAttention(config.attention_scale, self.chunk_size)
         self._mass = RecentMass(config.num_layers, config.num_kv_heads, max_chunks, self.chunk_size)
 
     def keep_mass(self, rows: int) -> None:
@@ -220,8 +220,8 @@ class FullCache:
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         start = self._filled[layer]
-        q = self.rope.rotate(q, start)
-        self.append(layer, self.rope.rotate(k, start), v)
+        q = self.rope.rotate(layer, q, start)
+        self.append(layer, self.rope.rotate(layer, k, start), v)
         return self.attend_rotated(layer, q)
 
     def rotation(self) -> RopeRows:

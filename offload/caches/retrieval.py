@@ -65,7 +65,7 @@ class RetrievalCache:
         self.max_chunks = max(1, budget // chunk_size)
         self._tail, self._headroom = tail, headroom
         self._rope = rope
-        self._scale = source.config.head_dim**-0.5
+        self._scale = source.config.attention_scale
         self._scratch = Scratch()
         num_layers = source.config.num_layers
         self._buffers: list[tuple[Tensor, Tensor]] = []  # keys, values [num_kv_heads, room, head_dim] per layer
@@ -119,9 +119,9 @@ class RetrievalCache:
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         start, n = self._filled[layer], q.shape[1]
         at = self.at or self._slots_from(start)
-        q = self._rope.rotate(q, at.rotation)
+        q = self._rope.rotate(layer, q, at.rotation)
         keys, values = self._buffers[layer]
-        at.put(keys, k, self._rope)
+        at.put(keys, k, self._rope.angles(layer, at.rotation, n))
         at.put(values, v)
         self._filled[layer] = start + n
         window = self.source.config.sliding_window(layer)  # two slots are never further apart than their positions

@@ -58,7 +58,7 @@ class SharedAttention:
         """Args: `caches` are those of the sequences; the ones that hold their prefixes are found from them."""
         self._caches = list(caches)
         self._scratch, self._shares = Scratch(), Shares()
-        self._scale = caches[0].config.head_dim ** -0.5
+        self._scale = caches[0].config.attention_scale
         self._starts: list[int] = []
         self._counts: list[int] = []
         self.rows: list[slice] = []
@@ -67,7 +67,7 @@ class SharedAttention:
         self._order: list[int] = []  # of the sequences, in which their rows are attended
         self._holders: list[_AttendedCache] = []
         self._places: list[slice] = []  # the rows of each sequence in that order
-        self.rotation: RopeRows = (torch.empty(0), torch.empty(0))
+        self.rotation: RopeRows = ()
         """What the rows of the pass that is prepared are rotated by, in the order of the sequences."""
         self._moved: Tensor | None = None  # the rows in that order, where it is another one
         self._back: Tensor | None = None
@@ -88,7 +88,7 @@ class SharedAttention:
         turned = [
             cache.rope.rows(start, count) for cache, start, count in zip(caches, self._starts, counts, strict=True)
         ]
-        self.rotation = torch.cat([cos for cos, _ in turned]), torch.cat([sin for _, sin in turned])
+        self.rotation = tuple(torch.cat(tables) for tables in zip(*turned, strict=True))
         paths = [self._path(i) for i in range(len(caches))]
         self._order = sorted(range(len(caches)), key=paths.__getitem__)
         device = caches[0].blocks.device

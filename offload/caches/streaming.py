@@ -51,7 +51,7 @@ class StreamingCache:
         self.sinks, self.window, self.slack = sinks, window, slack
         self._rope = decoder.rope
         self._num_layers = config.num_layers
-        self._scale = config.head_dim**-0.5
+        self._scale = config.attention_scale
         self._scratch = Scratch()
         self._room = window + 2 * slack
         self._rope.reserve(sinks + self._room)
@@ -122,10 +122,11 @@ class StreamingCache:
         self._filled[layer] = start + n
         sink_keys, sink_values = self._sink_keys[layer], self._sink_values[layer]
         if start < self.sinks:
-            self._rope.rotate(k, start, out=sink_keys[:, start : start + n])
+            self._rope.rotate(layer, k, start, out=sink_keys[:, start : start + n])
             sink_values[:, start : start + n] = v
         capped = self.sinks + self.window - 1
-        sink_q = self._rope.rotate_to(q, capped) if start > capped else self._rope.rotate(q, start)
+        rope = self._rope
+        sink_q = rope.rotate_to(layer, q, capped) if start > capped else rope.rotate(layer, q, start)
         scratch = None if self.at else self._scratch  # a captured pass needs memory that stays where it is
         running = None if start < self.sinks else new_running(q)  # attention to the sinks, which the rest goes on from
         out, _ = attend(
@@ -143,10 +144,10 @@ class StreamingCache:
         slot = self._make_slots(layer, start, n)
         at = self.at or TokenSlots(slot, slot)
         at.put(self._keys[layer], k)
-        at.put(self._rotated[layer], k, self._rope)
+        at.put(self._rotated[layer], k, self._rope.angles(layer, at.rotation, n))
         at.put(self._values[layer], v)
         return attend(
-            self._rope.rotate(q, at.rotation),
+            self._rope.rotate(layer, q, at.rotation),
             self._rotated[layer],
             self._values[layer],
             scale=self._scale,
@@ -165,7 +166,7 @@ class StreamingCache:
         kept = min(slot, self.window + self.slack)
         for buffer in (self._keys[layer], self._values[layer]):
             buffer[:, :kept] = buffer[:, slot - kept : slot].clone()
-        self._rope.rotate(self._keys[layer][:, :kept], 0, out=self._rotated[layer][:, :kept])
+        self._rope.rotate(layer, self._keys[layer][:, :kept], 0, out=self._rotated[layer][:, :kept])
         self._origins[layer] = start - kept
         return kept
 

@@ -71,8 +71,8 @@ class JoinedFullCache(JoinedCache):
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         rope, rotation = self._caches[0].rope, self.rotation()
-        q = rope.rotate(q, rotation)
-        self.append(layer, rope.rotate(k, rotation), v)
+        q = rope.rotate(layer, q, rotation)
+        self.append(layer, rope.rotate(layer, k, rotation), v)
         return self.attend_rotated(layer, q)
 
     def rotation(self) -> RopeRows:

@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from ...kernels.layers import put
-from ...tp.rope import Rope, RopeRows
+from ...kernels.layers import put, rotate
+from ...tp.rope import Angles, RopeRows
 
 
 class TokenSlots(NamedTuple):
@@ -18,7 +18,7 @@ class TokenSlots(NamedTuple):
     """
 
     rotation: int | RopeRows
-    """What queries and keys are rotated by: the position of the first token, or the rows of RoPE's table."""
+    """What queries and keys are rotated by: the position of the first token, or the rows of RoPE's tables."""
     slot: int | Tensor
     """The slot of the first token, or of each, `[n]` int64."""
 
@@ -27,14 +27,14 @@ class TokenSlots(NamedTuple):
         """The last slot that the first token sees: its own."""
         return self.slot if isinstance(self.slot, int) else self.slot[0]
 
-    def put(self, buffer: Tensor, rows: Tensor, rope: Rope | None = None) -> None:
-        """Writes `rows` `[heads, n, head_dim]`, rotated by `rope` if it is given, to their slots of `buffer`
+    def put(self, buffer: Tensor, rows: Tensor, angles: Angles | None = None) -> None:
+        """Writes `rows` `[heads, n, head_dim]`, rotated by `angles` if they are given, to their slots of `buffer`
         `[heads, slots, head_dim]`."""
         if isinstance(self.slot, int):
             place = buffer[:, self.slot : self.slot + rows.shape[1]]
-            if rope:
-                rope.rotate(rows, self.rotation, out=place)
+            if angles:
+                rotate(rows, *angles, place)
             else:
                 place.copy_(rows)
         else:
-            put(rows, buffer, self.slot, rope.angles(self.rotation, rows.shape[1]) if rope else None)
+            put(rows, buffer, self.slot, angles)

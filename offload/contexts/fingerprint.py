@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,6 +25,20 @@ _CACHE = ".fingerprints.json"
 _NOT_IN_KV = ("name", "eos_token_ids", "dtype", "max_position_embeddings", "dual_chunk")
 """What a configuration says beyond keys and values; the number format in use counts, not the checkpoint's."""
 
+_LATER = (
+    "quantisation",
+    "experts",
+    "activation",
+    "float32_norms",
+    "zero_centred_norms",
+    "norms_behind",
+    "scaled_embedding",
+    "query_scalar",
+    "window_rope",
+)
+"""What says nothing where a model does not have it, or texts that were saved before there was such a thing would not be
+found."""
+
 
 def fingerprint(directory: Path, config: ModelConfig, dtype: torch.dtype, store: Path, disk: Disk) -> str:
     """The hash of a model's weights, configuration (its RoPE scaling among it) and number format.
@@ -35,9 +49,9 @@ def fingerprint(directory: Path, config: ModelConfig, dtype: torch.dtype, store:
         ModelError: see `weight_files`.
     """
     described = {name: value for name, value in asdict(config).items() if name not in _NOT_IN_KV}
-    for name in ("quantisation", "experts"):
-        if described[name] is None:
-            del described[name]  # or texts that were saved before there was such a thing would not be found
+    for field in fields(config):
+        if field.name in _LATER and described[field.name] == field.default:
+            del described[field.name]
     if config.quantisation is not None:
         described["quantisation"] |= {"kind": type(config.quantisation).__name__}
     if config.experts is not None:

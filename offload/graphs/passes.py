@@ -371,8 +371,7 @@ class _CapturedPass:
         self._steps = torch.arange(n, device=decoder.device)
         total = len(caches) * n
         self._token_ids, self._slots = (torch.zeros(total, dtype=torch.int64, device=decoder.device) for _ in range(2))
-        cos, sin = decoder.rope.rows(0, n)
-        self._rotation = cos.new_zeros(total, cos.shape[1]), sin.new_zeros(total, sin.shape[1])
+        self._rotation = tuple(rows.new_zeros(total, rows.shape[1]) for rows in decoder.rope.rows(0, n))
         self._table: RopeRows | None = None
         self.replay: Callable[[], None] | None = None
         self.logits: Tensor | None = None
@@ -391,7 +390,7 @@ class _CapturedPass:
     def run(self) -> Tensor:
         """The pass itself; logits of all its tokens."""
         for cache, rows in zip(self._caches, self._rows, strict=True):
-            cache.at = TokenSlots((self._rotation[0][rows], self._rotation[1][rows]), self._slots[rows])
+            cache.at = TokenSlots(tuple(table[rows] for table in self._rotation), self._slots[rows])
         try:
             cache: Cache = self._caches[0]
             if len(self._caches) > 1:

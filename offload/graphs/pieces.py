@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ...tp.decoder import Cache, Decoder
 from ...tp.model.config import ModelConfig
+from ...tp.rope import rope_bytes
 from ..caches.full import FullCache
 from ..caches.together import JoinedFullCache
 from ..held import Held
@@ -105,7 +106,7 @@ class _Buffers:
             return torch.zeros(PIECES_ROWS, *width, dtype=dtype, device=device)
 
         self.token_ids = rows(dtype=torch.int64)
-        self.rotation = tuple(rows(config.head_dim, dtype=torch.float32) for _ in range(2))
+        self.rotation = tuple(rows(config.head_dim, dtype=torch.float32) for _ in range(2 * len(config.ropes)))
         self.q, self.out = (rows(config.num_heads, config.head_dim) for _ in range(2))
         self.k, self.v = (rows(config.num_kv_heads, config.head_dim) for _ in range(2))
         self.logits = rows(decoder.config.vocab_size, dtype=torch.float32)
@@ -118,7 +119,7 @@ def pieces_bytes(config: ModelConfig, dtype: torch.dtype, row_bytes: int) -> int
     """Bytes of what pieces read and write, and of what they compute on the way, of which `row_bytes` are a row's inside
     a layer."""
     heads = 2 * (config.num_heads + config.num_kv_heads) * config.head_dim * dtype.itemsize
-    buffers = 8 + 2 * 4 * config.head_dim + heads + 4 * config.vocab_size
+    buffers = 8 + rope_bytes(config, 1) + heads + 4 * config.vocab_size
     on_the_way = row_bytes + config.hidden_size * dtype.itemsize + (4 + dtype.itemsize) * config.vocab_size
     return PIECES_ROWS * (buffers + on_the_way)
 
@@ -191,9 +192,9 @@ class _BetweenPieces:
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         buffers, n = self._buffers, self._n
-        cos, sin = buffers.rotation
+        rotation = tuple(table[:n] for table in buffers.rotation)
         for given, buffer in ((q, buffers.q), (k, buffers.k)):
-            self._rope.rotate(given, (cos[:n], sin[:n]), out=buffer[:n].transpose(0, 1))
+            self._rope.rotate(layer, given, rotation, out=buffer[:n].transpose(0, 1))
         buffers.v[:n].transpose(0, 1).copy_(v)
         self._cut()
         return buffers.out[:n].transpose(0, 1)

@@ -383,8 +383,8 @@ def make_plan(request: RunRequest, placement: Placement | None = None) -> RunPla
             between_slices=_hidden_bytes(request, request.own) + workspace,
             scratch=_scratch_bytes(request, placement, budget + tail),
             draft_kv=request.sequences * streaming_bytes(request.small, request.dtype) if request.small else 0,
-            rope=rope_bytes(part.head_dim, request.shared + placement.capacity)
-            + (rope_bytes(request.small.head_dim, STREAMING_POSITIONS) if request.small else 0),
+            rope=rope_bytes(part, request.shared + placement.capacity)
+            + (rope_bytes(request.small, STREAMING_POSITIONS) if request.small else 0),
             streamed_per_pass=placement.streamed_blocks(request.own) * host_block,
             disk_per_pass=placement.disk_blocks(request.own) * host_block,
             verify_draft=verify_draft,

@@ -309,7 +309,7 @@ def test_a_verification_reads_the_full_cache_as_decoding_does(dtype, tmp_path):
     q, k, v = (torch.randn(heads, 700, 32, generator=g).to(dtype) for heads in (4, 2, 2))
     outs = []
     for cuts in ([640, 660, 661, 674], [640, *range(641, 674), 674]):
-        rope = Rope(32, config.rope, device)
+        rope = Rope(config, device)
         cache = FullCache.on_device(config, rope, dtype=dtype, device=device, capacity=700, chunk_size=8)
         edges = [0, *cuts]
         parts = [cache.attend(0, *(x[:, a:b] for x in (q, k, v))) for a, b in itertools.pairwise(edges)]

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    Gemma3TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -56,6 +57,21 @@ FAMILIES = {
             "num_experts_per_tok": 3,
             "moe_intermediate_size": 32,
             "norm_topk_prob": True,
+        },
+    ),
+    "gemma3": (
+        Gemma3TextConfig,
+        {
+            "num_key_value_heads": 2,
+            "head_dim": 24,
+            "query_pre_attn_scalar": 40,
+            "sliding_window": 50,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "tie_word_embeddings": True,
+            "rope_parameters": {
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+                "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 3.0},
+            },
         },
     ),
     "qwen3-bias": (Qwen3Config, {"attention_bias": True, "head_dim": 16, "tie_word_embeddings": True}),

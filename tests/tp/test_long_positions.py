@@ -40,8 +40,8 @@ class RopeFrom:
     def reserve(self, positions: int) -> None:
         self._rope.reserve(FIRST + positions)
 
-    def rotate(self, x: Tensor, start: int) -> Tensor:
-        return self._rope.rotate(x, FIRST + start)
+    def rotate(self, layer: int, x: Tensor, start: int) -> Tensor:
+        return self._rope.rotate(layer, x, FIRST + start)
 
 
 def save(directory: Path, name: str) -> None:

@@ -24,7 +24,7 @@ class ModelConfig:
     whether the model is meant for more positions with that, which is not computed here); `eos_token_ids` may be empty;
     `dtype` is that of the checkpoint, and `quantisation` says which matrices are stored in four to eight bits;
     `sliding_windows` has one entry for each layer, or is empty if no layer has a window. With `experts` the
-    `intermediate_size` is that of one.
+    `intermediate_size` is that of one. What is called like a field of `Family` is as there.
     """
 
     vocab_size: int
@@ -48,6 +48,25 @@ class ModelConfig:
     dual_chunk: bool = False
     quantisation: Quantisation | None = None
     experts: Experts | None = None
+    activation: str = "silu"
+    float32_norms: bool = False
+    zero_centred_norms: bool = False
+    norms_behind: bool = False
+    scaled_embedding: bool = False
+    query_scalar: float | None = None
+    """What scores are divided by the root of; `None`: `head_dim`."""
+    window_rope: RopeConfig | None = None
+    """Of layers with a sliding window; `None`: as of the others."""
+
+    @property
+    def attention_scale(self) -> float:
+        """The factor on scores of attention."""
+        return (self.query_scalar or self.head_dim) ** -0.5
+
+    @property
+    def ropes(self) -> tuple[RopeConfig, ...]:
+        """Of layers without a sliding window, or all; and of those with one, where theirs is another."""
+        return (self.rope,) if self.window_rope is None else (self.rope, self.window_rope)
 
     @property
     def positions_note(self) -> str:
@@ -97,8 +116,8 @@ class ModelConfig:
             ModelError: as `load`.
         """
         family = _family(raw, directory)
-        raw = {**family.defaults, **raw}
-        _refuse_unsupported(raw, directory)
+        raw = {**family.defaults, **(_unwrapped(raw, directory) if family.wrapped else raw)}
+        _refuse_unsupported(raw, family, directory)
         return cls._from_raw(raw, family, raw.get("eos_token_id"), directory)
 
     @classmethod
@@ -108,8 +127,14 @@ class ModelConfig:
             hidden_size = int(raw["hidden_size"])
             num_layers = int(raw["num_hidden_layers"])
             max_positions = int(raw["max_position_embeddings"])
-            rope = RopeConfig.from_raw(raw, max_positions)
-            plain = plain_positions(raw, rope.positions(max_positions))
+            if family.windows == "most":
+                rope, window_rope = RopeConfig.of_layers(raw, max_positions)
+                positions = max_positions
+            else:
+                rope, window_rope = RopeConfig.from_raw(raw, max_positions), None
+                positions = rope.positions(max_positions)
+            plain = plain_positions(raw, positions)
+            scalar = raw.get("query_pre_attn_scalar")
             bias = family.attention_bias and bool(raw.get("attention_bias"))
             config = cls(
                 vocab_size=int(raw["vocab_size"]),
@@ -130,9 +155,16 @@ class ModelConfig:
                 o_bias=bias,
                 qk_norm=family.qk_norm,
                 sliding_windows=sliding_windows(family, raw, num_layers),
-                dual_chunk=plain < rope.positions(max_positions),
+                dual_chunk=plain < positions,
                 quantisation=quantisation_of(raw, directory / "config.json"),
                 experts=experts_of(family, raw),
+                activation=family.activation,
+                float32_norms=family.float32_norms,
+                zero_centred_norms=family.zero_centred_norms,
+                norms_behind=family.norms_behind,
+                scaled_embedding=family.scaled_embedding,
+                query_scalar=None if scalar is None else float(scalar),
+                window_rope=window_rope,
             )
         except KeyError as error:
             raise ModelError(f"{directory / 'config.json'} does not give {error}") from error
@@ -179,17 +211,30 @@ def _family(raw: dict[str, Any], directory: Path) -> Family:
     return FAMILIES[known[0]]
 
 
-def _refuse_unsupported(raw: dict[str, Any], directory: Path) -> None:
+def _unwrapped(raw: dict[str, Any], directory: Path) -> dict[str, Any]:
+    """The description of the text model that a `config.json` has among others, with what it says of all of them."""
+    text = raw.get("text_config")
+    if not isinstance(text, dict):
+        raise ModelError(f"{directory / 'config.json'} does not give 'text_config'")
+    return text | {name: value for name, value in raw.items() if name not in ("text_config", "model_type")}
+
+
+def _refuse_unsupported(raw: dict[str, Any], family: Family, directory: Path) -> None:
     rope = rope_parameters(raw)
     if not isinstance(rope, dict):
         raise ModelError(f"{directory / 'config.json'} gives RoPE parameters that are not an object")
-    scaling, activation, rotated = rope_type(raw), raw.get("hidden_act", "silu"), _rotated_share(raw)
+    scaling, rotated = rope_type(raw), _rotated_share(raw)
+    activation = raw.get("hidden_activation" if "hidden_activation" in raw else "hidden_act", family.activation)
+    differ = family.windows != "most" and any(isinstance(value, dict) for value in rope.values())
     unsupported = {
         f"RoPE scaling {scaling!r}": (scaling not in ROPE_TYPES, ", ".join(ROPE_TYPES)),
-        "RoPE parameters that differ by layer": (any(isinstance(v, dict) for v in rope.values()), "one set for all"),
+        "RoPE parameters that differ by layer": (differ, "one set for all"),
         f"partial_rotary_factor {rotated}": (rotated not in (None, 1), "1"),
-        f"activation {activation!r}": (activation != "silu", "silu"),
+        f"activation {activation!r}": (activation != family.activation, family.activation),
         "mlp_bias": (bool(raw.get("mlp_bias")), "MLPs without bias"),
+        "attn_logit_softcapping": (bool(raw.get("attn_logit_softcapping")), "scores as they are"),
+        "final_logit_softcapping": (bool(raw.get("final_logit_softcapping")), "logits as they are"),
+        "use_bidirectional_attention": (bool(raw.get("use_bidirectional_attention")), "causal attention"),
         "layers without experts (mlp_only_layers)": (bool(raw.get("mlp_only_layers")), "experts in all of them"),
         f"decoder_sparse_step {raw.get('decoder_sparse_step')}": (raw.get("decoder_sparse_step", 1) != 1, "1"),
     }

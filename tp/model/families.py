@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 MOST_EXPERTS = 4096
@@ -56,14 +56,54 @@ class Family:
     """The key `attention_bias` is used: if true, all four projections of attention have a bias."""
     qk_norm: bool = False
     """Queries and keys have an RMS norm over `head_dim` before the rotation."""
-    windows: Literal["none", "all", "all or none", "some"] = "none"
+    windows: Literal["none", "all", "all or none", "some", "most"] = "none"
     """Which layers have a sliding window; `all or none`: all if `use_sliding_window` is true; `some`: those given by
-    `layer_types` or `max_window_layers`, if it is."""
+    `layer_types` or `max_window_layers`, if it is; `most`: those given by `layer_types`, or all but each
+    `sliding_window_pattern`th. `most` have a RoPE of their own, and `max_position_embeddings` then includes what the
+    others' scaling adds."""
+    activation: Literal["silu", "gelu_pytorch_tanh"] = "silu"
+    """Of the gates of MLPs."""
+    float32_norms: bool = False
+    """All norms multiply in float32, before they round."""
+    zero_centred_norms: bool = False
+    """They multiply by 1 + w."""
+    norms_behind: bool = False
+    """Attention and the MLP have a norm behind them, too, before they are added."""
+    scaled_embedding: bool = False
+    """Embeddings are multiplied by the root of their width."""
     experts: ExpertNames | None = None
     """What it calls them, where layers have mixtures of experts in the place of MLPs."""
-    defaults: Mapping[str, int | float] = field(default_factory=dict)
+    wrapped: bool = False
+    """The text model is one of several, described in `text_config`."""
+    defaults: Mapping[str, Any] = field(default_factory=dict)
     """Values of keys that are absent from `config.json`, as in `transformers`."""
 
+
+_GEMMA3 = Family(
+    attention_bias=True,
+    qk_norm=True,
+    windows="most",
+    activation="gelu_pytorch_tanh",
+    float32_norms=True,
+    zero_centred_norms=True,
+    norms_behind=True,
+    scaled_embedding=True,
+    defaults={
+        "vocab_size": 262208,
+        "hidden_size": 2304,
+        "intermediate_size": 9216,
+        "num_hidden_layers": 26,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "max_position_embeddings": 131072,
+        "query_pre_attn_scalar": 256,
+        "sliding_window": 4096,
+        "tie_word_embeddings": True,
+        "eos_token_id": 1,
+    },
+)
 
 _QWEN_DEFAULTS = {
     "num_key_value_heads": 32,
@@ -130,6 +170,8 @@ FAMILIES = {
             "moe_intermediate_size": 768,
         },
     ),
+    "Gemma3ForCausalLM": _GEMMA3,
+    "Gemma3ForConditionalGeneration": replace(_GEMMA3, wrapped=True),
 }
 """The architectures that the decoder supports, by their names in `config.json`."""
 
@@ -158,6 +200,11 @@ def sliding_windows(family: Family, raw: dict[str, Any], num_layers: int) -> tup
         return ()
     types = ["sliding_attention"] * num_layers
     window = raw.get("sliding_window")
+    if family.windows == "most":
+        every = int(raw.get("sliding_window_pattern") or 6)
+        types = raw.get("layer_types") or [
+            "full_attention" if layer % every == every - 1 else "sliding_attention" for layer in range(num_layers)
+        ]
     if family.windows == "some":
         window = window if raw.get("use_sliding_window") else None
         first = num_layers if window is None else int(raw["max_window_layers"])
@@ -166,7 +213,7 @@ def sliding_windows(family: Family, raw: dict[str, Any], num_layers: int) -> tup
         ]
     if len(types) != num_layers or not set(types) <= {"sliding_attention", "full_attention"}:
         raise ValueError(f"layer_types {types} (known: sliding_attention, full_attention; one a layer)")
-    if "sliding_attention" not in types or (window is None and family.windows != "some"):
+    if "sliding_attention" not in types or (window is None and family.windows.startswith("all")):
         return ()
     if window is None or int(window) < 1:
         raise ValueError(f"sliding_window {window} (in use: 1 or more)")

@@ -36,6 +36,24 @@ class RopeConfig:
     attention_factor: float = 1.0
 
     @classmethod
+    def of_layers(cls, raw: dict[str, Any], max_positions: int) -> tuple[RopeConfig, RopeConfig]:
+        """Those of a `config.json` whose layers with sliding windows have a RoPE of their own: of the others, and of
+        these. transformers 5 writes one behind the other, by the types of layers; others write keys for both.
+
+        Raises:
+            KeyError, TypeError, ValueError: see `from_raw`.
+        """
+        by_type = raw.get("rope_parameters") or {}
+        full = {"rope_theta": raw.get("rope_theta") or 1e6} | (by_type.get("full_attention") or {})
+        full |= raw.get("rope_scaling") or {}
+        windowed = {"rope_theta": raw.get("rope_local_base_freq") or 1e4} | (by_type.get("sliding_attention") or {})
+        both = tuple(cls.from_raw({"rope_parameters": given}, max_positions) for given in (full, windowed))
+        unknown = [rope.type for rope in both if rope.type == "dynamic" or rope.type not in ROPE_TYPES]
+        if unknown:
+            raise ValueError(f"RoPE scaling {unknown[0]!r}, which is not supported for some of a model's layers")
+        return both[0], both[1]
+
+    @classmethod
     def from_raw(cls, raw: dict[str, Any], max_positions: int) -> RopeConfig:
         """Reads the RoPE part of a `config.json` whose `max_position_embeddings` is `max_positions`.
 

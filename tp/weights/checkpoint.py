@@ -28,6 +28,12 @@ _FORMATS = ("F16", "BF16", "F32", "F64", "float16", "bfloat16", "float32", "floa
 _NOT_COMPUTED = (".input_scale", ".input_zero_point", ".activation_scale", ".input_global_scale")
 """Ends of the names of what quantised activations would be computed with."""
 
+_WRAPPED = re.compile(r"(?:language_model\.|(model\.)language_model\.)(.*)")
+"""Names of a text model that is one of several: what the others do not have is at their beginning."""
+
+_OF_IMAGES = re.compile(r"(?:model\.)?(?:vision_tower|multi_modal_projector)\.")
+"""Beginnings of the names of what only images need."""
+
 
 _MAPPED_BYTES = 16 * 2**20
 """Of the tensors that are read of a safetensors file before it is mapped anew: opening one takes longer the more
@@ -62,14 +68,21 @@ class Checkpoint:
             ModelError: there are no weights, or a file is missing, truncated or in an unknown format.
         """
         self.device = device
-        self._directory, self._dtype = directory, dtype
+        self._directory, self.dtype = directory, dtype
         self._bin: tuple[Path, dict[str, Tensor]] | None = None  # the one that was read last
         self._safe: tuple[Path, _SafetensorsFile] | None = None  # the same
         self._gguf = _gguf_tensors(directory)
         self._paths: dict[str, Path] = {}
+        self._stored_names: dict[str, str] = {}  # of those that have another one in their file
         for path in weight_files(directory):
             with self._opened(path) as stored:
-                self._paths.update(dict.fromkeys(stored, path))
+                for name in stored:
+                    if not _OF_IMAGES.match(name):
+                        wrapped = _WRAPPED.fullmatch(name)
+                        plain = (wrapped[1] or "") + wrapped[2] if wrapped else name
+                        self._paths[plain] = path
+                        if wrapped:
+                            self._stored_names[plain] = name
         self._unread = set(self._paths)
 
     def read(
@@ -87,9 +100,7 @@ class Checkpoint:
         Raises:
             ModelError: it is missing, has another shape, or is not in a 16-bit or wider floating-point format.
         """
-        path = self._path(name)
-        with self._opened(path) as file:
-            stored = file[name]
+        with self._found(name) as (path, stored):
             if stored.shape != shape:
                 raise ModelError(f"{name} in {path} has shape {stored.shape}; its config says {shape}")
             if stored.dtype not in _FORMATS:
@@ -99,15 +110,19 @@ class Checkpoint:
                 )
             wanted = (rows or slice(None), columns or slice(None))[: len(shape)]
             tensor = stored.part(wanted).to(
-                self.device, dtype or self._dtype, copy=True, memory_format=torch.contiguous_format
+                self.device, dtype or self.dtype, copy=True, memory_format=torch.contiguous_format
             )
         self._unread.discard(name)
         return tensor
 
-    def _path(self, name: str) -> Path:
+    @contextmanager
+    def _found(self, name: str) -> Iterator[tuple[Path, _Stored]]:
+        """The file that a tensor is in and the tensor, for use within the context."""
         if name not in self._paths:
             raise ModelError(f"the weights in {self._directory} lack the tensor {name}")
-        return self._paths[name]
+        path = self._paths[name]
+        with self._opened(path) as file:
+            yield path, file[self._stored_names.get(name, name)]
 
     def has(self, name: str) -> bool:
         """Whether there is a tensor of this name."""
@@ -115,8 +130,8 @@ class Checkpoint:
 
     def shape(self, name: str) -> tuple[int, ...]:
         """That of a tensor there is."""
-        with self._opened(self._path(name)) as file:
-            return file[name].shape
+        with self._found(name) as (_, found):
+            return found.shape
 
     def stored(self, name: str, *shape: int, dtypes: tuple[torch.dtype, ...]) -> Tensor:
         """The tensor `name` as it is stored, a copy on the device.
@@ -124,9 +139,7 @@ class Checkpoint:
         Raises:
             ModelError: it is missing, or has another shape or number format.
         """
-        path = self._path(name)
-        with self._opened(path) as file:
-            found = file[name]
+        with self._found(name) as (path, found):
             if found.shape != shape:
                 raise ModelError(f"{name} in {path} has shape {found.shape}; its config says {shape}")
             tensor = found.part(tuple(slice(None) for _ in shape) or (...,))  # pyright: ignore[reportArgumentType]
@@ -147,8 +160,8 @@ class Checkpoint:
     def _is_bias_of_zeros(self, name: str) -> bool:
         if not name.endswith(".bias") or not self.has(name.removesuffix("bias") + "qweight"):
             return False
-        with self._opened(self._paths[name]) as file:
-            return not file[name].part((slice(None),)).any()
+        with self._found(name) as (_, found):
+            return not found.part((slice(None),)).any()
 
     def check_all_read(self) -> None:
         """Called by a model that has read all its weights.

@@ -279,8 +279,8 @@ def test_streaming_attends_to_sinks_and_window_only(decoder):
     for t in range(n):
         kept = [j for j in range(t + 1) if j < 4 or j > t - 20]
         place = {j: i for i, j in enumerate(kept)}  # positions within the cache
-        rotated = torch.cat([rope.rotate(k[:, j : j + 1], place[j]) for j in kept], dim=1)
-        query = rope.rotate(q[:, t : t + 1], place[t])
+        rotated = torch.cat([rope.rotate(0, k[:, j : j + 1], place[j]) for j in kept], dim=1)
+        query = rope.rotate(0, q[:, t : t + 1], place[t])
         group = config.num_heads // config.num_kv_heads
         scores = query @ rotated.repeat_interleave(group, 0).transpose(1, 2) * config.head_dim**-0.5
         want = scores.softmax(-1) @ v[:, kept].repeat_interleave(group, 0)

@@ -12,7 +12,7 @@ from triforce.offload import ContextError, ContextRequest, ContextStore, Engine,
 RECENT_ROWS = 8
 """Tokens of a prompt that are computed again where all of it was there."""
 
-FAMILIES = ("llama", "mistral-window", "qwen2", "qwen3-bias", "qwen3-moe", "mixtral")
+FAMILIES = ("llama", "mistral-window", "qwen2", "qwen3-bias", "qwen3-moe", "mixtral", "gemma3")
 SEGMENT = 64
 """Tokens of a segment in these tests."""
 
