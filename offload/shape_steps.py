@@ -40,11 +40,19 @@ class RandomWeights:
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
         self.dtype, self.device = dtype, device
 
-    def read(self, name: str, *shape: int, rows: slice | None = None, columns: slice | None = None) -> Tensor:
+    def read(
+        self,
+        name: str,
+        *shape: int,
+        rows: slice | None = None,
+        columns: slice | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> Tensor:
+        dtype = dtype or self.dtype
         if name.endswith("norm.weight"):
-            return torch.ones(shape, dtype=self.dtype, device=self.device)
+            return torch.ones(shape, dtype=dtype, device=self.device)
         parts = [len(range(size)[part or slice(None)]) for size, part in zip(shape, (rows, columns), strict=False)]
-        return torch.randn(parts, dtype=self.dtype, device=self.device) * shape[-1] ** -0.5
+        return torch.randn(parts, dtype=dtype, device=self.device) * shape[-1] ** -0.5
 
     def has(self, name: str) -> bool:
         """Whether there is such a tensor beside those that a format always has: none."""

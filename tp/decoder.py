@@ -180,8 +180,8 @@ class Decoder:
         self._head = matrices.head.read(checkpoint, "", config.quantisation) if matrices.head else tied
         self._missing_logits = matrices.head_rows - len(range(config.vocab_size)[split.vocabulary])
         self.dtype = checkpoint.dtype
-        # Rounded to that dtype, as `transformers` does.
-        self._scaled_by = torch.tensor(config.hidden_size**0.5, dtype=self.dtype).item()
+        # What a scaled embedding is multiplied by is rounded, as it is in `transformers`.
+        self._root = torch.tensor(config.hidden_size**0.5, dtype=self.dtype).item()
         checkpoint.check_all_read()
 
     @classmethod
@@ -254,9 +254,7 @@ class Decoder:
         """
         start = cache.length
         cache.prepare(token_ids.shape[0])
-        hidden = self._embedding.looked_up(token_ids, self.dtype)  # [n, hidden]
-        if self.config.scaled_embedding:
-            hidden *= self._scaled_by
+        hidden = self._embedded(token_ids)
         parts = self.tiling.tiles(start, hidden.shape[0], stop)
         work = _Progress(self.config, start, hidden.shape[0], on_progress)
         yield
@@ -297,6 +295,11 @@ class Decoder:
         joined[:, self._kv_heads] = torch.stack(values)
         self.ranks.sum(joined, "all_reduce_chunks").mul_(whole / self.ranks.size)
         return list(joined[:, self._kv_heads])
+
+    def _embedded(self, token_ids: Tensor) -> Tensor:
+        """What layer 0 gets, `[n, hidden]`."""
+        hidden = self._embedding.looked_up(token_ids, self.dtype)
+        return hidden.mul_(self._root) if self.config.scaled_embedding else hidden
 
     def _attention(self, index: int, layer: _Layer, rows: Tensor, cache: Cache) -> None:
         """Adds a layer's attention to `rows` `[n, hidden]`."""

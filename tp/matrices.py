@@ -125,7 +125,14 @@ class Matrix:
 class WeightSource(StoredTensors, Protocol):
     """The part of `checkpoint.Checkpoint` that is needed here; see there."""
 
-    def read(self, name: str, *shape: int, rows: slice | None = None, columns: slice | None = None) -> Tensor: ...
+    def read(
+        self,
+        name: str,
+        *shape: int,
+        rows: slice | None = None,
+        columns: slice | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> Tensor: ...
 
 
 class Weight(Protocol):

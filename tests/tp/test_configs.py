@@ -228,7 +228,8 @@ def test_published_configs_describe_the_models_they_should(tmp_path, name):
         (
             {"architectures": ["GemmaForCausalLM"]},
             "GemmaForCausalLM, which is not supported; supported: LlamaForCausalLM, MistralForCausalLM, "
-            "MixtralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM, Qwen3MoeForCausalLM",
+            "MixtralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM, Qwen3MoeForCausalLM, Gemma3ForCausalLM, "
+            "Gemma3ForConditionalGeneration",
         ),
         (
             {"rope_scaling": {"type": "longrope", "factor": 4.0}},

@@ -90,6 +90,7 @@ def test_a_window_is_read_where_it_reaches_only(tmp_path):
         ("qwen2-layer-types", {"layer_types": ["full_attention"] * 3}),
         ("qwen3", {"architectures": ["LlamaForCausalLM"]}),
         ("qwen3-bias", {"attention_bias": False}),
+        ("gemma3", {"layer_types": ["full_attention"] * 3}),
     ],
 )
 def test_the_features_of_these_tests_matter(tmp_path, monkeypatch, family, without):

@@ -9,7 +9,7 @@ import pytest
 from command import check_refusal, run_here, undocumented
 from quantised import FORMATS, save_quantised
 from safetensors.torch import load_file
-from tiny import save_llama
+from tiny import save_family, save_llama
 
 
 def bytes_of_a_pass(model, kv_tokens):
@@ -122,6 +122,20 @@ def test_requests_that_a_shape_cannot_meet_are_refused(shape, tmp_path, monkeypa
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=2**20))
     outcome = refused(contexts=1000)
     assert outcome.code == 1 and "1.0 MiB is available" in outcome.err, "before any weight is made"
+
+
+@pytest.mark.parametrize("form", ["awq", None])
+@pytest.mark.parametrize("family", ["qwen3-moe", "mixtral", "gemma3"])
+def test_steps_of_other_families_are_measured(capfd, tmp_path, family, form):
+    if form:
+        save_quantised(tmp_path, FORMATS[form], family)
+    else:
+        save_family(tmp_path, family)
+    (tmp_path / "model.safetensors").unlink()
+    asked = ("--contexts", 300, "--tiers", "1,2", "--dtype", "bfloat16", "--json", "-")
+    document = json.loads(run_here(capfd, "bench", "--shape", tmp_path, *asked).out)
+    (at,) = document["contexts"]
+    assert min(times["median"] for times in at["steps_ms"].values() if times) > 0
 
 
 @pytest.mark.parametrize("name", ["awq", "gptq-act-order", "packed-zeros", "fp8"])

@@ -70,11 +70,18 @@ class UnwrittenWeights:
     """`Checkpoint` of weights that nobody wrote."""
 
     def __init__(self, dtype: torch.dtype) -> None:
-        self._dtype = dtype
+        self.dtype = dtype
 
-    def read(self, name: str, *shape: int, rows: slice | None = None, columns: slice | None = None) -> Tensor:
+    def read(
+        self,
+        name: str,
+        *shape: int,
+        rows: slice | None = None,
+        columns: slice | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> Tensor:
         cut = [range(size)[part] if part else range(size) for size, part in zip(shape, (rows, columns), strict=False)]
-        return torch.empty([len(one) for one in cut], dtype=self._dtype)
+        return torch.empty([len(one) for one in cut], dtype=dtype or self.dtype)
 
     def check_all_read(self) -> None:
         pass
