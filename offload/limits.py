@@ -32,6 +32,9 @@ class Limits:
     was there, a verification took 340 ms with 12, 390 with 6)."""
     open_slack: int = 512
     """Tokens of room behind an open block: more than a pass over few tokens brings. A longer one uses the workspace."""
+    window_slack: int = 2048
+    """Tokens beside their windows that layers with sliding windows keep where others have none: so many can be rolled
+    back, or left to another sequence that begins alike."""
     largest_block: int = 4096
     """Tokens of a block at most; short contexts use less, so that the ragged end costs little."""
     step_rows: int = STEP_ROWS

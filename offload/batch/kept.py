@@ -14,6 +14,7 @@ from ...tp.decoder import Decoder
 from ...tp.errors import CapacityError
 from ..caches.full import FullCache
 from ..caches.recent_mass import RECENT_ROWS
+from ..caches.windows import WindowBlocks
 from ..contexts.home import contexts_root
 from ..held import Holder, bytes_by_part, held_bytes
 from ..planning.memory import plan_here, shortage_explained
@@ -124,13 +125,13 @@ class KeptCache:
         full = text.full
         tokens = min(common_length(text.tokens, prompt), full.length, most)
         if not text.in_use:
-            return tokens if tokens > full.start else 0  # else another has as many
+            return tokens if tokens > full.start and full.reaches(tokens) else 0  # else another has as many
         # What was generated was computed with other tiles than a prompt.
         tiling, lengths = self._decoder.tiling, (len(prompt), text.prompt_tokens)
         tokens = tiling.shareable(min(tokens, text.prompt_tokens), *lengths)
         while tokens % full.chunk_size:
             tokens = tiling.shareable(tokens - 1, *lengths)
-        return tokens
+        return tokens if full.reaches(tokens) else 0
 
     def can_be_taken_over(self, text: KnownText | None) -> bool:
         """Whether there is a text whose cache can be taken over: its sequence has ended, and none that runs builds on
@@ -248,7 +249,7 @@ class KeptCache:
                 if not self._spare(text):
                     raise
                 self._drop(self._spare(text)[0])
-        if text and shared > start:
+        if text and shared:
             cache.copy_from(text.full, shared)
         if superseded:
             self._drop(text)
@@ -393,25 +394,28 @@ class KeptCache:
         decoder, placement = self._decoder, plan.placement
         if placement.streams and self._link is None:
             self._link = self._system.make_link(decoder.device, self._link_gbps)
-        blocks = failure = None
+        blocks = windows = failure = None
+        part, limits = decoder.part, self._system.limits
+        where = {"dtype": decoder.dtype, "device": decoder.device}
         try:
             with shortage_explained(decoder.device, self._system.device_memory):
-                where = {"dtype": decoder.dtype, "device": decoder.device, "host": self._system.host, "disk": self.disk}
-                blocks = self._system.make_blocks(decoder.part, placement, self._link, **where, on_memory=on_memory)
+                host = {"host": self._system.host, "disk": self.disk, "on_memory": on_memory}
+                blocks = self._system.make_blocks(part.full_layers, placement, self._link, **where, **host)
+                windows = WindowBlocks(part, **where, chunk_size=plan.chunk_size, limits=limits)
         except CapacityError as error:
             error.__traceback__ = error.__cause__ = error.__context__ = None  # which hold what was taken
             failure = error
         reasons = decoder.ranks.gather(str(failure) if failure else None)
         short = next((rank for rank, reason in enumerate(reasons) if reason is not None), None)
         if blocks is None or short is not None:
-            blocks = None  # or the error would hold it
+            blocks = windows = None  # or the error would hold them
             try:
                 raise failure or CapacityError(f"rank {short}: {reasons[short or 0]}")
             finally:
                 failure = None  # or the error and this frame would hold each other, and the frames of who catches it
         self._blocks.add(blocks)
-        sizes = {"chunk_size": plan.chunk_size, "step_rows": self._system.limits.step_rows}
-        return FullCache(decoder.part, decoder.rope, blocks, **sizes, prefix=prefix, start=plan.request.shared)
+        sizes = {"chunk_size": plan.chunk_size, "step_rows": limits.step_rows, "start": plan.request.shared}
+        return FullCache(part, decoder.rope, blocks, **sizes, prefix=prefix, windows=windows)
 
     def _with_room(self, request: RunRequest, plan: RunPlan, text: KnownText | None) -> RunRequest:
         """`request`, or one for more tokens, if they fit and lie where those of its `plan` do."""
@@ -519,6 +523,7 @@ class KeptCache:
         for one in {holder for cache in self.caches for holder in cache.holders}:
             placement, there = one.blocks.placement, one.blocks.footprint
             found += placement.num_resident * placement.block_size * one.token_bytes + there.host
+            found += held_bytes(one.windows.held())
             found -= there.untouched if on_cpu else 0
         return found
 

@@ -254,6 +254,8 @@ class SequenceSetup:
             kept.forget_all()
         whole = contexts.save is not None
         text, shared = kept.find(prompt, reuse, whole=whole)
+        if whole and None in self.target.part.full_places:
+            text, shared = None, 0  # at the ends of the segments that are saved its windows are gone
         more = contexts.prefix.tokens - shared if contexts.prefix else 0
         if more > (self.target.tiling.prefill_rows if shared else 0):
             text, shared = None, 0

@@ -1,8 +1,9 @@
 """The full cache: every token's keys and values, exact.
 
 Where the blocks are stored is the business of `device_blocks` or `streamed_blocks`, attention to them that of
-`block_attention`. Keys carry the rotation of their true position. A layer with a sliding window keeps every token too,
-but attends only to the blocks its window reaches.
+`block_attention`. Keys carry the rotation of their true position. A layer with a sliding window attends only to the
+blocks its window reaches. Where other layers have none it keeps no more than that (`windows`); where all have one they
+keep every token too.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from ..transfer.link import Traffic
 from ..transfer.placement import block_size_for
 from .block_attention import BlockAttention, QueryRows
 from .recent_mass import RECENT_ROWS, MassPart, RecentMass
+from .windows import WindowBlocks
 
 MASS_ROWS = 32
 """Rows of the longest verification, where it is not known."""
@@ -58,17 +60,21 @@ class FullCache:
         prefix: FullCache | None = None,
         start: int = 0,
         step_rows: int = STEP_ROWS,
+        windows: WindowBlocks | None = None,
     ) -> None:
         """Args:
         config: of the rank's part of the model.
-        blocks: where keys and values from position `start` on are, empty; a block is whole chunks.
+        blocks: where keys and values from position `start` on are, empty; a block is whole chunks. Of layers that keep
+            the last tokens only they have none.
         chunk_size: tokens whose attention is summed.
         prefix: another sequence's cache, which holds the first `start` tokens of this one too, as long as this lives.
         start: whole chunks, and whole splits of the attention kernels.
         step_rows: see `Limits`.
+        windows: where the last tokens of the other layers are, empty; `None`: memory is taken for them.
         """
-        self.config = config
+        self.config, self._places = config, config.full_places
         self.blocks = blocks
+        self.windows = windows or WindowBlocks(config, dtype=blocks.dtype, device=blocks.device, chunk_size=chunk_size)
         self.prefix, self.start = prefix, start
         self.chunk_size = chunk_size
         self.reads = ReadCounter()
@@ -98,7 +104,7 @@ class FullCache:
     ) -> FullCache:
         """A cache with room for `capacity` tokens, all of them on the compute device."""
         size = block_size_for(capacity, chunk_size)
-        blocks = DeviceBlocks(config, dtype=dtype, device=device, capacity=capacity, block_size=size)
+        blocks = DeviceBlocks(config.full_layers, dtype=dtype, device=device, capacity=capacity, block_size=size)
         return cls(config, rope, blocks, chunk_size=chunk_size)
 
     @property
@@ -119,6 +125,7 @@ class FullCache:
     def held(self) -> Held:
         """See `offload.held`: of this cache's own tokens, not of its prefix's."""
         yield from self.blocks.held()
+        yield from self.windows.held()
         yield from self._mass.held()
         yield from self._attention.held()
 
@@ -134,13 +141,14 @@ class FullCache:
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of one token's keys and values over all layers."""
-        return self.config.kv_bytes_per_token(self.blocks.dtype)
+        """Bytes of one token's keys and values over the layers that keep every token."""
+        return self.config.full_layers.kv_bytes_per_token(self.blocks.dtype)
 
     def end_run(self) -> None:
         """Gives back what only a run needs: what attention keeps from pass to pass, and what was taken for one that was
         broken off. Tokens stay."""
         self.blocks.release()
+        self.windows.release()
         self._collector: weakref.WeakMethod[Callable[[], BlockCollector | None]] | None = None
         config, max_chunks = self.config, -(-self.capacity // self.chunk_size)
         self._attention = BlockAttention(config.attention_scale, self.chunk_size)
@@ -211,8 +219,16 @@ class FullCache:
         Raises:
             ValueError: there is no room for them.
         """
-        self.blocks.append(layer, self._filled[layer] - self.start, k, v)
+        start, place = self._filled[layer], self.place(layer)
+        if place is None:
+            self.windows.append(layer, start, k, v)
+        else:
+            self.blocks.append(place, start - self.start, k, v)
         self._filled[layer] += k.shape[1]
+
+    def place(self, layer: int) -> int | None:
+        """The layer's place in `blocks`; `None`: it is in `windows`."""
+        return self._places[layer]
 
     def recent_mass(self, layer: int) -> Tensor:
         """The shares of attention that the last tokens gave to each whole chunk: see `RecentMass.recent`."""
@@ -235,13 +251,14 @@ class FullCache:
         began = time.perf_counter()
         window = self.config.sliding_window(layer) or start + n
         rows = QueryRows(q, start, window, self.mass_rows_of(n))
-        blocks = None if self.prefix else self.blocks.at_once(layer)
+        place = self.place(layer)
+        blocks = None if self.prefix or place is None else self.blocks.at_once(place)
         if blocks is not None and self._attention.takes_together(rows, blocks):
             self.count_read(rows.stop - rows.first_key)
             out, lse, parts = self._attention.together(rows, blocks)
         else:
             pieces = self._passing(layer, rows)
-            if self.prefix and q.dtype.itemsize == 2:
+            if self.prefix and place is not None and q.dtype.itemsize == 2:
                 pieces = self._attention.in_one_piece(rows, pieces)
             out, lse, parts = self._attention.one_by_one(rows, pieces)
         if parts:
@@ -270,11 +287,15 @@ class FullCache:
 
     def _pieces(self, layer: int, first: int, stop: int, joined: bool) -> Iterator[tuple[int, Tensor]]:
         """See `Blocks.pieces`; those of the prefix come first, up to where it is this sequence's."""
+        place = self.place(layer)
+        if place is None:
+            yield from self.windows.pieces(layer, first, stop)
+            return
         if self.prefix:  # a ring must be emptied of a layer's blocks, wanted or not
             for position, block in self.prefix._pieces(layer, min(first, self.start), self.start, joined):
                 if position < self.start and first < self.start:
                     yield position, block[:, :, : self.start - position]
-        for position, block in self.blocks.pieces(layer, max(0, first - self.start), stop - self.start, joined=joined):
+        for position, block in self.blocks.pieces(place, max(0, first - self.start), stop - self.start, joined=joined):
             yield self.start + position, block
 
     def release_prefix(self) -> None:
@@ -284,19 +305,24 @@ class FullCache:
 
     def gather(self, layer: int, chunks: Tensor) -> tuple[Tensor, Tensor]:
         """See `Blocks`."""
-        size = self.chunk_size
+        size, place = self.chunk_size, self.place(layer)
+        if place is None:
+            return self.windows.gather(layer, chunks, size)
         if self.prefix is None:
-            return self.blocks.gather(layer, chunks, size)
+            return self.blocks.gather(place, chunks, size)
         border = self.start // size
         theirs = self.prefix.gather(layer, chunks.clamp(max=border - 1))
-        ours = self.blocks.gather(layer, (chunks - border).clamp_(min=0), size)
+        ours = self.blocks.gather(place, (chunks - border).clamp_(min=0), size)
         before = (chunks < border).repeat_interleave(size, dim=1).unsqueeze(-1)
         k, v = (torch.where(before, there, here) for there, here in zip(theirs, ours, strict=True))
         return k, v
 
     def slice(self, layer: int, start: int, stop: int) -> tuple[Tensor, Tensor]:
         """See `Blocks`; of this cache's own tokens."""
-        return self.blocks.slice(layer, start - self.start, stop - self.start)
+        place = self.place(layer)
+        if place is None:
+            return self.windows.slice(layer, start, stop)
+        return self.blocks.slice(place, start - self.start, stop - self.start)
 
     def add_mass(self, layer: int, start: int, parts: Sequence[MassPart], lse: Tensor) -> None:
         """See `RecentMass.add`."""
@@ -304,29 +330,52 @@ class FullCache:
 
     def count_read(self, tokens: int) -> None:
         """Counts the keys and values of so many tokens of a layer as read."""
-        self.reads.num_bytes += tokens * self.token_bytes // self.config.num_layers
+        self.reads.num_bytes += tokens * self.config.kv_bytes_per_token(self.blocks.dtype) // self.config.num_layers
 
     def move_from(self, other: FullCache, length: int) -> None:
         """Moves the first `length` tokens of `other` here, if that can be done. This was empty; `other` is now."""
         if self.blocks.move_from(other.blocks, length):
+            self.windows.copy_from(other.windows, length)
             self._filled = [length] * len(self._filled)
             self._restored, self._restored_with = min(length, other._restored), other._restored_with
 
     def copy_from(self, other: FullCache, length: int) -> None:
-        """Copies the first `length` tokens of `other` here, but for those of the prefix, which begins no earlier than
-        its own. This was empty."""
+        """Copies the first `length` tokens of `other` here, which it reaches, but for those of the prefix, which begins
+        no earlier than its own. This was empty."""
         start = self.start
+        self.windows.copy_from(other.windows, length)
+        if length == start:
+            return
         other.blocks.drain()  # blocks may be on their way to where they are read
         with torch.inference_mode():
-            for layer in range(self.config.num_layers):
-                found = torch.cat(other.blocks.export(layer, start - other.start, length - other.start)(), dim=2)
+            for place in range(self.config.full_layers.num_layers):
+                found = torch.cat(other.blocks.export(place, start - other.start, length - other.start)(), dim=2)
 
                 def read(pieces: list[Tensor], found: Tensor = found) -> None:
                     for piece, part in zip(pieces, found.split([piece.shape[2] for piece in pieces], 2), strict=True):
                         piece.copy_(part)
 
-                self.blocks.restore(layer, length - start, read)
+                self.blocks.restore(place, length - start, read)
         self.restored(length, other.computed_with(start, length))
+
+    def export(self, layer: int, start: int, stop: int) -> Callable[[], list[Tensor]]:
+        """See `Blocks`; of this cache's own tokens, and zeros of those that a layer does not keep any more."""
+        place = self.place(layer)
+        if place is None:
+            return self.windows.export(layer, start, stop)
+        return self.blocks.export(place, start - self.start, stop - self.start)
+
+    def first_restored(self, layer: int, stop: int) -> int:
+        """Position of the first token that `restore` needs for all that a layer keeps of `stop` tokens."""
+        return 0 if self.place(layer) is not None else self.windows.first_seen(layer, stop)
+
+    def restore(self, layer: int, start: int, stop: int, read: Callable[[list[Tensor]], None]) -> None:
+        """See `Blocks`; of a cache without prefix. Tokens before `start` are none that the layer keeps."""
+        place = self.place(layer)
+        if place is None:
+            self.windows.restore(layer, start, stop, read)
+        else:
+            self.blocks.restore(place, stop, read)
 
     def restored(self, length: int, computed_with: Sequence[int | None] = (None,)) -> None:
         """Says that every layer holds `length` tokens now, put there by `blocks.restore`, and nothing else.
@@ -345,7 +394,15 @@ class FullCache:
         here = (arithmetic(self.blocks.device.type),) if stop > self._restored else ()
         return tuple(dict.fromkeys((*restored, *here)))
 
+    def reaches(self, length: int) -> bool:
+        """Whether it can be rolled back to so many tokens, or they can be copied: no layer lacks some of what comes
+        before the next one."""
+        return self.windows.reaches(length)
+
     def rollback(self, length: int) -> None:
+        if not self.reaches(min(length, self.length)):  # a long pass was broken off
+            self.windows.forget()
+            length = self.start
         self._filled = [min(filled, length) for filled in self._filled]
         self._restored = min(self._restored, length)
         self._begin = self._stop = self.length

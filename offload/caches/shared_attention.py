@@ -140,6 +140,9 @@ class SharedAttention:
 
     def attend(self, layer: int, q: Tensor) -> Tensor:
         """Attention of rotated queries, in the order of the sequences, to what was appended last and all before it."""
+        if self._caches[0].place(layer) is None:  # each sequence has its own
+            both = zip(self._caches, self.rows, strict=True)
+            return torch.cat([cache.attend_rotated(layer, q[:, rows]) for cache, rows in both], dim=1)
         began, read = time.perf_counter(), [holder.cache.reads.num_bytes for holder in self._holders]
         if self._moved is not None:
             q = q.index_select(1, self._moved)
@@ -177,8 +180,9 @@ class SharedAttention:
     ) -> Iterator[tuple[_Span, int, _Keys, int]]:
         """What each span's rows attend to, in the order of positions: the first position, the keys and values, and how
         many of them count, `m`."""
-        cache, start = holder.cache, holder.cache.start
-        together = cache.blocks.at_once(layer)
+        cache, start, place = holder.cache, holder.cache.start, holder.cache.place(layer)
+        assert place is not None
+        together = cache.blocks.at_once(place)
         if together is not None and takes_blocks(q, together):
             for span, first, m in holder.parts:
                 yield span, start + first, (together, first), m
@@ -187,7 +191,7 @@ class SharedAttention:
         seen = 0 if window is None else max(0, oldest + 1 - window - start)
         # Where windows hide some of it from some rows, these attend to it by themselves: as little as possible.
         joined = window is None and takes_joined(q, cache.blocks.block_size)
-        for position, block in cache.blocks.pieces(layer, seen, holder.spans[-1].stop - start, joined=joined):
+        for position, block in cache.blocks.pieces(place, seen, holder.spans[-1].stop - start, joined=joined):
             end = position + block.shape[2]
             for span in holder.spans:
                 first = max(span.first - start, position)

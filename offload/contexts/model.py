@@ -17,6 +17,7 @@ from ...tp.decoder import Decoder
 from ...tp.devices import synchronize
 from ...tp.parallel.ranks import Ranks
 from ...tp.parallel.split import Split
+from ..caches.recent_mass import RECENT_ROWS
 from .fingerprint import fingerprint
 from .manifest import NO_FRAME, ContextError, Frame, Manifest, Origin, Segment
 from .saver import HeldHeads, SaveOrder
@@ -160,8 +161,9 @@ class ModelContexts:
                 if _must_save(request):
                     raise
                 warnings = (_unsaved(str(error)),)
-        if prefix and prefix.tokens > reusable:
-            prefix = SavedPrefix(prefix.directory, prefix.manifest, reusable) if reusable else None
+        if prefix:
+            restorable = self._restorable(prefix, min(prefix.tokens, reusable), save)
+            prefix = SavedPrefix(prefix.directory, prefix.manifest, restorable) if restorable else None
         return ContextPlan(prefix, save, warnings)
 
     def _plan_saving(
@@ -195,6 +197,17 @@ class ModelContexts:
         use = ContextUse(self.store, self._ranks, heads, plan.prefix, plan.save, synchronize)
         use.warnings += plan.warnings
         return use
+
+    def _restorable(self, prefix: SavedPrefix, tokens: int, save: SaveOrder | None) -> int:
+        """How many of so many leading tokens a run can start from. Of layers that keep the last tokens only, those at
+        the end of each segment are saved."""
+        if None not in self._config.full_places:
+            return tokens
+        if save and prefix.manifest.segment_tokens != save.manifest.segment_tokens:
+            return 0  # what is saved goes on from whole segments
+        ends = [0, *(segment.stop for segment in prefix.manifest.segments)]
+        reached = next((end for end in ends if end >= tokens), tokens)
+        return tokens if reached - tokens <= RECENT_ROWS else max(end for end in ends if end <= tokens)
 
     def _order(self, name: str, request: ContextRequest, token_ids: list[int]) -> SaveOrder:
         named = self._name, self.fingerprint, self.shape, len(token_ids), time.time(), request.frame

@@ -97,8 +97,11 @@ class Saver:
             stop = min(first + self._manifest.segment_tokens, tokens)
             if stop > full.length or not self._agree():
                 return
+            if not full.reaches(stop):
+                self.failure = "its layers with sliding windows have not kept what is to be saved"
+                return
             full.blocks.drain()
-            layers = [full.blocks.export(layer, first, stop) for layer in range(self._manifest.shape.num_layers)]
+            layers = [full.export(layer, first, stop) for layer in range(self._manifest.shape.num_layers)]
             self._saved = stop
             computed_with = full.computed_with(first, stop)
             self._writing = self._thread.submit(self._write, first, stop, layers, computed_with)

@@ -139,6 +139,9 @@ class ContextUse:
                 self.warnings.append(f"{damage.error}; it is read again from position {wanted:,} on")
         wanted = self._ranks.least([wanted], patiently=True)[0]  # disks take their time, and not the same
         if wanted < good:
+            if not full.reaches(wanted):
+                yield from self._read(prefix, full, wanted)
+                good = wanted
             self.warnings.append(
                 f"the context {prefix.name!r} could not be restored by another rank (damaged there, or not the same "
                 f"TRIFORCE_HOME); it is read again from position {wanted:,} on"
@@ -189,14 +192,14 @@ class ContextUse:
                         files.append((segment, part, file, heads))
 
             @torch.inference_mode()  # which is a thread's own
-            def read(layer: int, pieces: list[Tensor], head: int) -> None:
+            def read(layer: int, start: int, pieces: list[Tensor], head: int) -> None:
                 halves = [SegmentRows.of(pieces, half, head - held.start, manifest.shape.row_bytes) for half in (0, 1)]
                 for segment, part, file, heads in files:
-                    if head not in heads:
+                    if head not in heads or segment.stop <= start:
                         continue
-                    last = min(segment.stop, stop)
+                    rows = segment.first - start, min(segment.stop, stop) - start
                     try:
-                        file.read(layer, head, *(list(rows.cut(segment.first, last)) for rows in halves))
+                        file.read(layer, head, *(list(half.cut(*rows)) for half in halves))
                     except DamagedError as error:
                         found.append(_Damage(segment.first, damaged(prefix.name, segment, part.file, error)))
                         break
@@ -209,10 +212,13 @@ class ContextUse:
 
                 @torch.inference_mode()
                 def restore(layer: int) -> None:
-                    def read_heads(pieces: list[Tensor]) -> None:
-                        list((map if by_layer else of_heads.map)(partial(read, layer, pieces), held))
+                    first = full.first_restored(layer, stop)
+                    start = max(segment.first for segment in prefix.segments if segment.first <= first)
 
-                    blocks.restore(layer, stop, read_heads)
+                    def read_heads(pieces: list[Tensor]) -> None:
+                        list((map if by_layer else of_heads.map)(partial(read, layer, start, pieces), held))
+
+                    full.restore(layer, start, stop, read_heads)
 
                 try:
                     for done in [of_layers.submit(restore, layer) for layer in range(manifest.shape.num_layers)]:

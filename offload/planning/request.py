@@ -136,5 +136,10 @@ class RunRequest:
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of one token's keys and values on one rank, over all layers."""
-        return self.part.kv_bytes_per_token(self.dtype)
+        """Bytes of one token's keys and values on one rank, over the layers that keep every token."""
+        return self.part.full_layers.kv_bytes_per_token(self.dtype)
+
+    @property
+    def layer_token_bytes(self) -> int:
+        """The same in one layer."""
+        return self.part.kv_bytes_per_token(self.dtype) // self.part.num_layers

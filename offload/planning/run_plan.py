@@ -26,7 +26,7 @@ from ..graphs.pieces import pieces_bytes
 from ..settings import Settings, refresh_mode
 from ..speculation.distribution import CPU_NUMBERS, GPU_NUMBERS, SORTING
 from ..speculation.lengths import DraftTokens
-from ..transfer.placement import Placement, place_resident, place_streamed
+from ..transfer.placement import Placement, place_resident, place_streamed, window_blocks, window_bytes
 from .request import RunRequest
 
 CUDA_CONTEXT = 2**29
@@ -120,6 +120,8 @@ class RunPlan:
     ring: int
     open_stretches: int
     """Of what streams, and the tails of further sequences over the same text."""
+    windows: int
+    """The last tokens of layers with sliding windows, where others have none; on the compute device."""
     prefill: int
     """Activations of a long forward, the attention mass of its last rows and, where blocks stream, the layer it works
     on; or, where that is more, activations of the draft, which reads the end of the text behind it. A prefill comes
@@ -198,7 +200,7 @@ class RunPlan:
     @property
     def working(self) -> int:
         """The most that is held beside weights and full cache."""
-        lasting = self.ring + self.open_stretches + self.rope + self.draft_kv + self.scratch
+        lasting = self.ring + self.open_stretches + self.windows + self.rope + self.draft_kv + self.scratch
         return lasting + self.request.to_come + max(self.decoding, self.reading)
 
     @property
@@ -331,10 +333,12 @@ def make_plan(request: RunRequest, placement: Placement | None = None) -> RunPla
         UsageError: so many ranks cannot share the model's heads.
     """
     settings, part, limits = request.settings, request.part, request.limits
+    kept, in_layer = part.full_layers, request.layer_token_bytes
     chunk_size, token_bytes = settings.planned_chunk_size, request.token_bytes
+    retrieved = part.kv_bytes_per_token(request.dtype)
     budget = planned_budget(settings, request.context)
     if request.gpu_bytes and request.sequences > 1 and settings.budget is None:
-        while budget > LEAST_BUDGET and request.sequences * budget * token_bytes > RETRIEVAL_SHARE * request.gpu_bytes:
+        while budget > LEAST_BUDGET and request.sequences * budget * retrieved > RETRIEVAL_SHARE * request.gpu_bytes:
             budget = max(LEAST_BUDGET, budget // 2) // chunk_size * chunk_size
     weights = request.matrices.num_bytes(request.dtype)
     if request.small:
@@ -343,17 +347,17 @@ def make_plan(request: RunRequest, placement: Placement | None = None) -> RunPla
 
     def plan(placement: Placement) -> RunPlan:
         block = placement.block_size * token_bytes  # of all layers
-        host_block = placement.host_block_bytes(part, request.dtype) * part.num_layers
+        host_block = placement.host_block_bytes(kept, request.dtype) * kept.num_layers
         away = placement.num_host + placement.num_disk
 
         def room_for(packed: int) -> int:
             """For those of so many blocks of each layer that do not fit into their slots."""
-            count = math.ceil(UNPACKED_SHARE * packed * part.num_layers) if placement.packed else 0
-            return count * block // part.num_layers
+            count = math.ceil(UNPACKED_SHARE * packed * kept.num_layers) if placement.packed else 0
+            return count * block // kept.num_layers
 
         unpacked, spare_unpacked = room_for(away), room_for(placement.num_spare)
-        workspace = placement.num_blocks * block // part.num_layers if placement.streams else 0
-        workspace += request.shared * token_bytes // part.num_layers if request.shared_streams else 0
+        workspace = placement.num_blocks * block // kept.num_layers if placement.streams else 0
+        workspace += request.shared * in_layer if request.shared_streams else 0
         joined = _joined_bytes(request) if request.shared else 0
         verify_draft = _verify_draft(request, placement)
         tail = _tail(request, verify_draft) if budget else 0
@@ -370,14 +374,15 @@ def make_plan(request: RunRequest, placement: Placement | None = None) -> RunPla
             resident_kv=placement.num_resident * block,
             streamed_kv=placement.num_host * host_block + unpacked,
             disk_kv=placement.num_disk * host_block,
-            staging=placement.staging_bytes(part, request.dtype),
+            staging=placement.staging_bytes(kept, request.dtype),
             room_for_unpacked=unpacked + spare_unpacked,
             spare=placement.num_spare * host_block + spare_unpacked,
             tail=tail,
-            retrieval=request.sequences * (max(budget, chunk_size) + tail) * token_bytes if budget else 0,
+            retrieval=request.sequences * (max(budget, chunk_size) + tail) * retrieved if budget else 0,
             mass=mass + (request.sequences - 1) * _mass_bytes(request, placement, shorter) if budget else 0,
-            ring=placement.ring_blocks * block // part.num_layers,
+            ring=placement.ring_blocks * block // kept.num_layers,
             open_stretches=placement.open_tokens * token_bytes + tails,
+            windows=request.sequences * window_bytes(part, request.dtype, chunk_size, limits),
             prefill=max(activations + workspace + joined, drafting)
             + (_mass_bytes(request, placement, RECENT_ROWS - 1) if budget else 0),
             between_slices=_hidden_bytes(request, request.own) + workspace,
@@ -392,7 +397,7 @@ def make_plan(request: RunRequest, placement: Placement | None = None) -> RunPla
 
     def streamed(resident_bytes: float, num_disk: int = 0, *, packed: bool = request.packs(on_disk=False)) -> RunPlan:
         sizes = request.own, chunk_size, resident_bytes
-        place = place_streamed(part, request.dtype, *sizes, on_gpu=request.on_gpu, packed=packed, limits=limits)
+        place = place_streamed(kept, request.dtype, *sizes, on_gpu=request.on_gpu, packed=packed, limits=limits)
         spare_bytes = limits.spare_share * (request.gpu_total_bytes or request.gpu_bytes or 0)
         spare = min(place.num_resident, math.ceil(spare_bytes / (place.block_size * token_bytes)))
         return plan(replace(place, num_disk=min(num_disk, place.num_host), num_spare=0 if num_disk else spare))
@@ -419,14 +424,14 @@ def make_plan(request: RunRequest, placement: Placement | None = None) -> RunPla
             return streamed(max(0, room - bare.host_total), everything, packed=packed)
         place = found.placement
         one = plan(replace(place, num_disk=min(1, place.num_host)))
-        host_block = place.host_block_bytes(part, request.dtype) * part.num_layers
+        host_block = place.host_block_bytes(kept, request.dtype) * kept.num_layers
         num_disk = 1 + max(0, -(-(one.host_total - room) // host_block))
         return plan(replace(place, num_disk=min(num_disk, place.num_host)))
 
     if placement:
         return plan(placement)
     one_block = request.on_gpu and request.kernels
-    whole = plan(place_resident(part, request.dtype, request.own, chunk_size, one_block=one_block, limits=limits))
+    whole = plan(place_resident(kept, request.dtype, request.own, chunk_size, one_block=one_block, limits=limits))
     if request.shared and request.own <= limits.largest_block:
         return whole  # a tail of less than a block is not worth streaming
     if settings.resident is not None:
@@ -547,8 +552,20 @@ def _activation_bytes(request: RunRequest, tokens: int) -> int:
     tiling = request.limits.tiling
     rows = tiling.prefill_rows if tiling.whole(request.context) > request.context - tokens else tiling.tail_rows
     expanded = request.matrices.expansion_bytes(request.dtype, is_step=False)
-    inside = min(max(rows, STEP_ROWS), tokens) * _row_bytes(request, request.part)
+    rows = min(max(rows, STEP_ROWS), tokens)
+    inside = rows * _row_bytes(request, request.part) + _window_workspace(request, rows)
     return _hidden_bytes(request, tokens) + inside + expanded
+
+
+def _window_workspace(request: RunRequest, rows: int) -> int:
+    """Keys and values of what so many rows see in a layer with a sliding window that keeps the last tokens only, with
+    whole blocks at both ends."""
+    part, chunk_size = request.part, request.settings.planned_chunk_size
+    windows = [part.sliding_window(layer) or 0 for layer, place in enumerate(part.full_places) if place is None]
+    if not windows:
+        return 0
+    _, size = window_blocks(max(windows), chunk_size, request.limits)
+    return (max(windows) + rows + 2 * size) * request.layer_token_bytes
 
 
 def _draft_activation_bytes(request: RunRequest) -> int:
@@ -566,12 +583,12 @@ def _draft_activation_bytes(request: RunRequest) -> int:
 
 def _joined_bytes(request: RunRequest) -> int:
     """Pieces of a layer, and the layer that they are copied into, as flash kernels want it."""
-    return 2 * request.context * request.token_bytes // request.part.num_layers
+    return 2 * request.context * request.layer_token_bytes
 
 
 def _further_prefill_bytes(request: RunRequest, *, streams: bool) -> tuple[int, int]:
     """Of the tokens that a further sequence over the same text has of its own, in a slice and between two."""
-    prefix = request.context * request.token_bytes // request.part.num_layers if streams else 0
+    prefix = request.context * request.layer_token_bytes if streams else 0
     within = prefix + _activation_bytes(request, TAIL_TOKENS) + _joined_bytes(request)
     return max(within, _draft_activation_bytes(request)), prefix + _hidden_bytes(request, TAIL_TOKENS)
 
@@ -605,7 +622,7 @@ def _step_bytes(request: RunRequest, placement: Placement, draft_tokens: int, se
     sampling = 4 * vocab * (2 * rows + max(SORTING * together, draft_tokens + 1))  # the second of what is logged
     drafted = 4 * vocab * sequences * draft_tokens
     mass = part.num_layers * part.num_kv_heads * _num_chunks(request, placement) * 4
-    choosing = mass + COPIED * request.token_bytes // part.num_layers if request.settings.tiers > 1 else 0
+    choosing = mass + COPIED * request.layer_token_bytes if request.settings.tiers > 1 else 0
     return max(drafted + max(layer, sampling), choosing)
 
 

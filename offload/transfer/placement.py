@@ -138,6 +138,23 @@ def block_size_for(
     return _whole_chunks(size * split, chunk_size)
 
 
+def window_blocks(window: int, chunk_size: int, limits: Limits = LIMITS) -> tuple[int, int]:
+    """How many blocks a layer with such a sliding window has that keeps the last tokens only, and the tokens of one."""
+    size = _whole_chunks(SPLITS[1], chunk_size)
+    return -(-(window + limits.window_slack) // size) + 1, size
+
+
+def window_bytes(part: ModelConfig, dtype: torch.dtype, chunk_size: int, limits: Limits = LIMITS) -> int:
+    """Bytes of one sequence's keys and values in all such layers."""
+    layers = [layer for layer, place in enumerate(part.full_places) if place is None]
+    tokens = sum(count * size for count, size in (_blocks_of(part, layer, chunk_size, limits) for layer in layers))
+    return tokens * part.kv_bytes_per_token(dtype) // part.num_layers
+
+
+def _blocks_of(part: ModelConfig, layer: int, chunk_size: int, limits: Limits) -> tuple[int, int]:
+    return window_blocks(part.sliding_window(layer) or 0, chunk_size, limits)
+
+
 def place_resident(
     part: ModelConfig,
     dtype: torch.dtype,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,22 @@ class ModelConfig:
     """What scores are divided by the root of; `None`: `head_dim`."""
     window_rope: RopeConfig | None = None
     """Of layers with a sliding window; `None`: as of the others."""
+
+    @property
+    def full_places(self) -> tuple[int | None, ...]:
+        """Of each layer its place among those that keep every token; `None`: it has a sliding window, where others have
+        none, and keeps the last tokens only."""
+        windows = [self.sliding_window(layer) for layer in range(self.num_layers)]
+        if None not in windows:
+            return tuple(range(self.num_layers))
+        places = count()
+        return tuple(next(places) if window is None else None for window in windows)
+
+    @property
+    def full_layers(self) -> ModelConfig:
+        """The model with the layers that keep every token alone."""
+        kept = sum(place is not None for place in self.full_places)
+        return self if kept == self.num_layers else replace(self, num_layers=kept, sliding_windows=())
 
     @property
     def attention_scale(self) -> float:
