@@ -29,9 +29,17 @@ PARTS = {
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
 }
+GEMMA_PARTS = PARTS | {
+    "post_attention_layernorm": "post_attention_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
+}
 ENDS = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 SMALL = {"vocab_size": 300, "hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "eos_token_id": 298}
 """Differences from `tiny.tiny_shape`: rows of whole blocks of 256, and a token for each byte."""
+GEMMA = {"num_hidden_layers": 7, "layer_types": None, "query_pre_attn_scalar": 64, "tie_word_embeddings": False}
+"""Further ones of Gemma 3: every sixth layer has no window, and scores are what llama.cpp makes of these sizes. With a
+head that is the embedding, which is scaled, a random model says its last token again and again."""
 
 BYTES = [*range(33, 127), *range(161, 173), *range(174, 256)]
 """Those that stand for themselves in the vocabularies of byte-level BPE."""
@@ -54,13 +62,13 @@ def vocabulary(size: int = 300) -> dict[str, Any]:
     }
 
 
-def gguf_name(name: str) -> str:
+def gguf_name(name: str, parts: Mapping[str, str] = PARTS) -> str:
     """Of one of transformers' weights."""
     stem, _, end = name.rpartition(".")
     if stem in ENDS:
         return f"{ENDS[stem]}.{end}"
     _, _, layer, part = stem.split(".", 3)
-    return f"blk.{layer}.{PARTS[part]}.{end}"
+    return f"blk.{layer}.{parts[part]}.{end}"
 
 
 def halves_to_pairs(rows: np.ndarray, heads: int) -> np.ndarray:
@@ -87,7 +95,8 @@ def save_gguf(
         rope_freqs: whether the scaling of RoPE is written as divisors of its frequencies.
         changes: of the configuration.
     """
-    model = save_family(directory, family, seed, **(SMALL | changes))
+    is_gemma = family.startswith("gemma3")
+    model = save_family(directory, family, seed, **(SMALL | (GEMMA if is_gemma else {}) | changes))
     config, rng = model.config, np.random.default_rng(seed)
     experts = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None)
     architecture = (
@@ -97,6 +106,8 @@ def save_gguf(
         if family.startswith("qwen3")
         else "qwen2"
         if family.startswith("qwen2")
+        else "gemma3"
+        if is_gemma
         else "llama"
     )
     writer = gguf.GGUFWriter(directory.with_suffix(".gguf"), architecture)
@@ -115,7 +126,10 @@ def save_gguf(
     writer.add_key_length(head_dim)
     writer.add_value_length(head_dim)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    if is_gemma:
+        _add_windows(writer, config)
+    else:
+        writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
     for key, value in (vocabulary(config.vocab_size) | dict(keys or {})).items():
         _add(writer, key.format(arch=architecture), value)
     if rope_freqs:
@@ -133,6 +147,11 @@ def save_gguf(
             ]
             model.get_parameter(name).data = torch.cat(numbers, dim=1)
             continue
+        if is_gemma and tensor.dim() == 1:
+            stored = tensor.numpy() + 1.0  # as the converter writes norms
+            writer.add_tensor(gguf_name(name, GEMMA_PARTS), stored)
+            model.get_parameter(name).data = torch.from_numpy(stored - 1.0)
+            continue
         stored = numbers = tensor.numpy()
         heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}.get(name.split(".")[-2], 0)
         heads = heads if architecture == "llama" else 0
@@ -146,13 +165,27 @@ def save_gguf(
             blocks = random_blocks(form.name, tensor.shape[0], tensor.shape[1], int(rng.integers(2**31)))
             stored, numbers = blocks.numpy(), numbers_of(blocks, form.name).numpy()
         stored = halves_to_pairs(stored, heads) if heads else stored
-        writer.add_tensor(gguf_name(name), np.ascontiguousarray(stored), raw_dtype=form)
+        parts = GEMMA_PARTS if is_gemma else PARTS
+        writer.add_tensor(gguf_name(name, parts), np.ascontiguousarray(stored), raw_dtype=form)
         model.get_parameter(name).data = torch.from_numpy(np.ascontiguousarray(numbers))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
     return model
+
+
+def _add_windows(writer: gguf.GGUFWriter, config: Any) -> None:
+    """Gemma 3's window and both kinds of RoPE, without what llama.cpp takes where a file does not say it."""
+    full, windowed = (config.rope_parameters[f"{kind}_attention"] for kind in ("full", "sliding"))
+    writer.add_rope_freq_base(full["rope_theta"])
+    if full["rope_type"] != "default":
+        writer.add_rope_scaling_type(gguf.RopeScalingType(full["rope_type"]))
+        writer.add_rope_scaling_factor(full["factor"])
+    if windowed["rope_theta"] != 1e4:
+        writer.add_rope_freq_base_swa(windowed["rope_theta"])
+    if "sliding_attention" in config.layer_types:
+        writer.add_sliding_window(config.sliding_window)
 
 
 def _of_experts(name: str, tensor: torch.Tensor) -> list[tuple[str, torch.Tensor]]:

@@ -17,6 +17,7 @@ from gguf import GGMLQuantizationType as Form  # noqa: E402
 from gguf_files import save_gguf, vocabulary  # noqa: E402
 from triforce.kernels import use_kernels  # noqa: E402
 from triforce.offload import Engine, Sampling  # noqa: E402
+from triforce.offload.caches.full import FullCache  # noqa: E402
 from triforce.tp.decoder import Decoder  # noqa: E402
 from triforce.tp.errors import ModelError  # noqa: E402
 from triforce.tp.matrices import ModelMatrices, QuantisedWeight  # noqa: E402
@@ -53,7 +54,8 @@ def all_in(form: Form):
     [("llama", all_in(form)) for form in FORMS]
     + [("llama", mixed), ("llama-tied", mixed), ("mistral", mixed), ("qwen2", mixed), ("qwen3", mixed)]
     + [("llama-bias", all_in(Form.Q8_0)), ("llama", all_in(Form.F32))]
-    + [("qwen3-moe", mixed), ("mixtral", mixed), ("qwen3-moe", all_in(Form.F32))],
+    + [("qwen3-moe", mixed), ("mixtral", mixed), ("qwen3-moe", all_in(Form.F32))]
+    + [("gemma3", mixed), ("gemma3", all_in(Form.Q8_0)), ("gemma3", all_in(Form.F32))],
 )
 def test_greedy_text_is_that_of_transformers_with_the_numbers(tmp_path, family, form_of):
     """Of one to three tiers, in memory and streamed."""
@@ -114,6 +116,71 @@ def test_a_model_is_all_that_its_checkpoint_is(tmp_path):
                if part == "weights")  # fmt: skip
     in_file = sum(tensor.num_bytes for tensor in GgufHeader.read(tmp_path / "some-model.gguf").tensors)
     assert held == ModelMatrices.of(config).num_bytes(torch.bfloat16) <= 1.05 * in_file
+
+
+def kinds_of_layers(layers: int, every: int) -> list[str]:
+    """Each `every`th without a window."""
+    return ["full_attention" if layer % every == every - 1 else "sliding_attention" for layer in range(layers)]
+
+
+@pytest.mark.parametrize(
+    ("keys", "changes"),
+    [
+        ({}, {}),
+        ({}, {"tie_word_embeddings": True}),
+        ({}, {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e6},
+                                  "sliding_attention": {"rope_type": "default", "rope_theta": 2e4}}}),
+        ({"{arch}.attention.sliding_window_pattern": 3}, {"layer_types": kinds_of_layers(7, 3)}),
+        ({}, {"layer_types": ["full_attention"] * 7}),
+        ({"{arch}.attention.sliding_window": 0}, {"layer_types": ["full_attention"] * 7}),
+        ({}, {"num_hidden_layers": 62, "head_dim": 32}),
+    ],
+    ids=["usual", "tied", "rope-of-windows", "pattern", "no-windows", "window-of-0", "27B"],
+)  # fmt: skip
+def test_gemma3_is_all_that_its_checkpoint_is(tmp_path, keys, changes):
+    """The model of 62 layers divides scores by the root of its width by its heads, which no key says."""
+    form_of = all_in(Form.Q8_0) if "head_dim" in changes else mixed
+    model = save_gguf(tmp_path / "m", "gemma3", form_of, keys=keys, **changes)
+    config, twin = ModelConfig.load(find_model(tmp_path / "m.gguf")), ModelConfig.load(tmp_path / "m")
+    for name in (
+        "sliding_windows", "ropes", "attention_scale", "activation", "float32_norms", "norms_behind",
+        "scaled_embedding", "qk_norm", "tie_word_embeddings", "max_position_embeddings", "eos_token_ids",
+    ):  # fmt: skip
+        theirs = (298, 299) if name == "eos_token_ids" else getattr(twin, name)  # and <|im_end|>
+        assert getattr(config, name) == theirs, name
+    assert twin.zero_centred_norms and not config.zero_centred_norms
+    decoder = Decoder.load(find_model(tmp_path / "m.gguf"), dtype=torch.float32, device=CPU)
+    held = {tensor.data_ptr(): tensor.nbytes for part, tensor in decoder.held() if part == "weights"}
+    assert sum(held.values()) == ModelMatrices.of(config).num_bytes(torch.float32)
+    cache = FullCache.on_device(config, decoder.rope, dtype=torch.float32, device=CPU, capacity=len(PROMPT))
+    found = decoder.forward(torch.tensor(PROMPT), cache, num_logits=len(PROMPT))
+    with torch.inference_mode():
+        want = model(torch.tensor([PROMPT])).logits[0]
+    error = float((found - want).abs().max() / want.std())
+    assert error < 1e-4, f"logits differ by {error} of their standard deviation"
+
+
+def test_a_turn_of_gemma_ends_whatever_its_token_is_marked_as(tmp_path):
+    tokens = [*vocabulary()["tokenizer.ggml.tokens"][:-1], "<end_of_turn>"]
+    keys = {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": [1] * 300}
+    save_gguf(tmp_path / "m", "gemma3", mixed, keys=keys)
+    assert ModelConfig.load(find_model(tmp_path / "m.gguf")).eos_token_ids == (298, 299)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("final_logit_softcapping", 30.0, "30, which is not supported"),
+        ("attention.sliding_window", -1.0, "a whole number above 0"),
+        ("attention.sliding_window", [50, 60], "a whole number above 0"),
+        ("attention.sliding_window_pattern", 0, "a whole number above 0"),
+        ("rope.freq_base_swa", "x", "a number belongs there"),
+    ],
+)
+def test_keys_of_gemma3_that_are_not_read_are_named(tmp_path, key, value, message):
+    save_gguf(tmp_path / "m", "gemma3", mixed, keys={f"{{arch}}.{key}": value})
+    with pytest.raises(ModelError, match=f"gives gemma3.{key} as .*{message}"):
+        find_model(tmp_path / "m.gguf")
 
 
 @pytest.mark.parametrize("form", [*FORMS, Form.F32, mixed], ids=lambda form: getattr(form, "name", "mixed"))
@@ -220,9 +287,11 @@ def test_a_model_in_shards(tmp_path):
         Checkpoint(target, torch.float32, CPU)
 
 
-def test_two_ranks(tmp_path):
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_two_ranks(tmp_path, family):
     """The rows of heads and the blocks of inputs are split."""
-    model = save_gguf(tmp_path / "target", "llama", mixed, head_dim=128)
+    scores = {"query_pre_attn_scalar": 128} if family == "gemma3" else {}
+    model = save_gguf(tmp_path / "target", family, mixed, head_dim=128, **scores)
     job = {"model": str(find_model(tmp_path / "target.gguf")), "draft": None, "device": "cpu", "dtype": "float32"}
     job |= {"prompt": PROMPT, "new_tokens": 20, "settings": {"tiers": 2, "budget": 64}}
     (reports,) = run_jobs([job], 2)

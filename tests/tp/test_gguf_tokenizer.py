@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from tokenizers import Tokenizer as Backend
-from transformers import PreTrainedTokenizerFast
+from transformers import GemmaTokenizer, PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import TikTokenConverter, generate_merges
 from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
 from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
@@ -52,6 +52,7 @@ PIECES = [
         "//",
     ),
     *("e\u0301", "é", "ﬁ", "Å", "🙂", "👩‍👩‍👧", "𝔘", "\u200b", "\ufeff", "�", "\x00", "▁", "▁▁", "▁a", "<0x0A>"),
+    *("<eos>", "<start_of_turn>", "<end_of_turn>", "<table>", "<tab", " " * 40),
     *("<s>", "</s>", "<unk>", "<|begin|>", "<|end|>", "<|be", "<think>", "<tool call>", "[PAD2]", "aaa", "aaaaa"),
 ]
 TEMPLATE = (
@@ -109,7 +110,8 @@ def byte_level(pre: str, regex: str, *, bos: bool, ignore_merges: bool, normaliz
     return Twin(twin, metadata)
 
 
-def sentencepiece(prefix: bool) -> Twin:
+def learned_pieces() -> tuple[list[str], list[str]]:
+    """Words as SentencePiece's BPE learns them, in their order, and characters."""
     trained = Backend(models.BPE())
     trained.normalizer = normalizers.Replace(" ", "▁")
     trained.pre_tokenizer = pre_tokenizers.Split(Regex("▁*[^▁]*"), "isolated")
@@ -117,7 +119,11 @@ def sentencepiece(prefix: bool) -> Twin:
     trained.train_from_iterator(CORPUS, trainer)
     learned = trained.get_vocab()
     characters = sorted({*(token for token in learned if len(token) == 1), "▁"})
-    words = sorted((token for token in learned if len(token) > 1), key=learned.__getitem__)
+    return sorted((token for token in learned if len(token) > 1), key=learned.__getitem__), characters
+
+
+def sentencepiece(prefix: bool) -> Twin:
+    words, characters = learned_pieces()
     fixed = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
     tokens = [*fixed, *words, *characters]
     vocabulary = {token: number for number, token in enumerate(tokens)}
@@ -139,6 +145,39 @@ def sentencepiece(prefix: bool) -> Twin:
     given = [scores.get(token, -1000.0) for token in metadata["tokenizer.ggml.tokens"]]
     metadata |= {"tokenizer.ggml.scores": np.array(given, np.float32), "tokenizer.ggml.unknown_token_id": 0}
     return Twin(twin, metadata | ({} if prefix else {"tokenizer.ggml.add_space_prefix": False}))
+
+
+def gemma() -> Twin:
+    """Gemma 3's, as transformers has it, with the order of merges of its `tokenizer.json`: runs of spaces first."""
+    words, characters = learned_pieces()
+    control = ["<pad>", "<eos>", "<bos>", "<unk>", "<mask>", "<start_of_turn>", "<end_of_turn>"]
+    defined = ["\n", "\n\n", "\n\n\n", *("▁" * size for size in range(2, 32)), "<table>", "\t", "\t\t"]
+    bytes_ = [f"<0x{byte:02X}>" for byte in range(256)]
+    learned = [piece for piece in (*words, *characters) if piece not in defined and "▁▁" not in piece]
+    ids = {token: number for number, token in enumerate((*control, *defined, *bytes_, *learned))}
+    first = ids[learned[0]]
+    scores = {token: float(min(first - number, 0)) for token, number in ids.items()}
+    merges: Any = generate_merges(ids, scores)
+    backend = GemmaTokenizer(vocab=ids, merges=merges).backend_tokenizer
+    backend.add_special_tokens(added(*control))  # type: ignore[arg-type]
+    backend.add_tokens(added(*defined, special=False))
+    backend.post_processor = begun("<bos>", backend)
+    types = dict.fromkeys(control, 3) | dict.fromkeys(defined, 4) | dict.fromkeys(bytes_, 6)
+    metadata = described(backend, "llama", types, ("<bos>", "<eos>"))
+    names = metadata["tokenizer.ggml.tokens"]
+    del metadata["llama.context_length"]
+    metadata |= {
+        "general.architecture": "gemma3",
+        "gemma3.context_length": 4096,
+        "tokenizer.ggml.tokens": [name.replace("▁", " ") if types.get(name) == 4 else name for name in names],
+        "tokenizer.ggml.scores": np.array(
+            [-1000.0 if types.get(name, 1) in (3, 4) else scores.get(name, -10000.0) for name in names], np.float32
+        ),
+        "tokenizer.ggml.unknown_token_id": ids["<unk>"],
+        "tokenizer.ggml.padding_token_id": ids["<pad>"],
+        "tokenizer.ggml.add_space_prefix": False,
+    }
+    return Twin(backend, metadata)
 
 
 def begun(token: str, twin: Backend) -> Any:
@@ -177,6 +216,7 @@ TWINS: dict[str, Callable[[], Twin]] = {
     "tekken": lambda: byte_level("tekken", TEKKEN, bos=True, ignore_merges=True, first=True),
     "sentencepiece": lambda: sentencepiece(True),
     "sentencepiece-without-prefix": lambda: sentencepiece(False),
+    "gemma": gemma,
 }
 
 
@@ -279,11 +319,18 @@ def test_the_file_says_which_ends_are_added(name: str) -> None:
             assert backend_of(metadata | said).encode("Why?").ids == want
 
 
-@pytest.mark.parametrize("name", ["tekken", "sentencepiece"])
+@pytest.mark.parametrize("name", ["tekken", "sentencepiece", "gemma"])
 def test_merges_are_those_of_transformers_in_their_order(name: str) -> None:
     twin = twin_of(name)
     model = tokenizer_files(twin.metadata, PATH)["tokenizer.json"]["model"]
     assert model["merges"] == json.loads(twin.backend.to_str())["model"]["merges"]
+
+
+def test_turns_of_gemma_are_control_tokens_whatever_they_are_marked_as() -> None:
+    metadata = twin_of("gemma").metadata
+    tokens, types = metadata["tokenizer.ggml.tokens"], metadata["tokenizer.ggml.token_type"].copy()
+    types[[tokens.index("<start_of_turn>"), tokens.index("<end_of_turn>")]] = 1, 4
+    assert tokenizer_files(metadata | {"tokenizer.ggml.token_type": types}, PATH) == tokenizer_files(metadata, PATH)
 
 
 def test_roles_of_sentencepiece_are_known_without_keys() -> None:

@@ -177,7 +177,7 @@ class ModelConfig:
                 experts=experts_of(family, raw),
                 activation=family.activation,
                 float32_norms=family.float32_norms,
-                zero_centred_norms=family.zero_centred_norms,
+                zero_centred_norms=bool(raw.get("zero_centred_norms", family.zero_centred_norms)),
                 norms_behind=family.norms_behind,
                 scaled_embedding=family.scaled_embedding,
                 query_scalar=None if scalar is None else float(scalar),

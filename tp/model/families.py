@@ -66,7 +66,8 @@ class Family:
     float32_norms: bool = False
     """All norms multiply in float32, before they round."""
     zero_centred_norms: bool = False
-    """They multiply by 1 + w."""
+    """They multiply by 1 + w. A `config.json` that is made of a GGUF file has a key of this name if they do not there,
+    since the 1 is in w."""
     norms_behind: bool = False
     """Attention and the MLP have a norm behind them, too, before they are added."""
     scaled_embedding: bool = False

@@ -3,7 +3,7 @@
 The directory is made in the user's cache when a file is first used, and found again as long as the file is the same. It
 holds no weights: `model.gguf.index.json` says where they are. What differs from a checkpoint of Hugging Face: names of
 tensors; rows of queries and keys of Llama, which llama.cpp rotates in neighbouring pairs; Llama 3's RoPE scaling, which
-is a divisor for each frequency.
+is a divisor for each frequency; norms of Gemma 3, which have the 1 in them that is added to a checkpoint's.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ..errors import ModelError
 from ..home import user_home
 from ..model.families import FAMILIES, Experts
 from .gguf_header import DENSE_FORMS, GgufHeader, GgufTensor, form_bytes
-from .gguf_tokenizer import tokenizer_files
+from .gguf_tokenizer import GEMMA_TURNS, tokenizer_files
 from .weight_files import GGUF_INDEX, SHARD
 
 ARCHITECTURES = {
@@ -34,6 +34,7 @@ ARCHITECTURES = {
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     "qwen3moe": "Qwen3MoeForCausalLM",
+    "gemma3": "Gemma3ForCausalLM",
 }
 """Of `config.json`, by those of GGUF; Mistral's is `llama`, and so is Mixtral's."""
 
@@ -52,19 +53,30 @@ LAYER_NAMES = {
 }
 """Within a layer, those of Hugging Face by those of GGUF."""
 
-_MODEL_TYPES = {"MixtralForCausalLM": "mixtral", "Qwen3MoeForCausalLM": "qwen3_moe"}
+NAMES_BEHIND = {
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+"""Others, where attention and the MLP have norms behind them, too."""
+
+_MODEL_TYPES = {
+    "MixtralForCausalLM": "mixtral",
+    "Qwen3MoeForCausalLM": "qwen3_moe",
+    "Gemma3ForCausalLM": "gemma3_text",
+}
 """Of `config.json`, where they are not GGUF's architectures."""
 
 EXPERT_NAMES = {"ffn_gate_exps": "gate", "ffn_up_exps": "up", "ffn_down_exps": "down"}
 """Tensors `[experts, outputs, inputs]`, and what `ExpertNames` calls the projections."""
 
 _NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
-_END_TEXTS = {"<|end_of_text|>", "<|endoftext|>", "<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>"}
+_END_TEXTS = {"<|end_of_text|>", "<|endoftext|>", "<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>"}
 _CONTROL = 3
 """Of `tokenizer.ggml.token_type`."""
 _ROPE_DIVISORS = "rope_freqs.weight"
 _FILES = "config.json", GGUF_INDEX, "tokenizer.json", "tokenizer_config.json"
-_FORMAT = 2
+_FORMAT = 3
 """Of the directories: those of another one, or of another version of this package, are made anew."""
 
 
@@ -132,7 +144,7 @@ def _contents(files: list[Path]) -> dict[str, Any]:
     placed: dict[str, dict[str, Any]] = {}
     for number, tensor in tensors.values():
         heads = config.interleaved_heads(tensor.name)
-        for name, offset, shape in _parts_of(tensor, config.experts, path):
+        for name, offset, shape in _parts_of(tensor, config, path):
             if name in placed:
                 raise ModelError(f"{path} has two tensors that mean the same one, such as blk.0 and blk.00")
             placed[name] = {"file": number, "offset": offset, "form": tensor.form, "shape": shape, "heads": heads}
@@ -149,10 +161,11 @@ def _contents(files: list[Path]) -> dict[str, Any]:
     }
 
 
-def _parts_of(tensor: GgufTensor, experts: Experts | None, path: Path) -> Iterator[tuple[str, int, tuple[int, ...]]]:
+def _parts_of(tensor: GgufTensor, config: _Configuration, path: Path) -> Iterator[tuple[str, int, tuple[int, ...]]]:
     """Its names in Hugging Face's checkpoints, where in the file it begins, and its shape: of one with all of a layer's
     experts those of each."""
     stem, _, end = tensor.name.rpartition(".")
+    experts = config.experts
     layer, shape = re.fullmatch(r"blk\.(\d{1,6})\.(\w+)", stem), tensor.shape
     if experts and layer and layer[2] in EXPERT_NAMES and end == "weight":
         if len(shape) != 3 or shape[0] != experts.count:
@@ -162,8 +175,7 @@ def _parts_of(tensor: GgufTensor, experts: Experts | None, path: Path) -> Iterat
             offset = tensor.offset + expert * form_bytes(tensor.form, shape[1:])
             yield f"model.layers.{int(layer[1])}.{name.format(expert)}.weight", offset, shape[1:]
         return
-    names = LAYER_NAMES | ({"ffn_gate_inp": experts.names.router} if experts else {})
-    name = f"model.layers.{int(layer[1])}.{names.get(layer[2], '')}" if layer else _NAMES.get(stem, "")
+    name = f"model.layers.{int(layer[1])}.{config.layer_names.get(layer[2], '')}" if layer else _NAMES.get(stem, "")
     if experts and re.fullmatch(r"blk\.\d+\.ffn_(gate|up|down)\.\d+", stem):
         raise ModelError(
             f"{path} has a tensor for each expert ({tensor.name}), as files before 2024-04 do; use a newer one"
@@ -197,6 +209,12 @@ class _Configuration:
         if self._architecture == "llama" and keys.get("llama.expert_count"):
             self._family = "MixtralForCausalLM"
         self.experts = self._experts()
+        self.layer_names = (
+            LAYER_NAMES
+            | ({"ffn_gate_inp": self.experts.names.router} if self.experts else {})
+            | (NAMES_BEHIND if FAMILIES[self._family].norms_behind else {})
+        )
+        """Within a layer, those of Hugging Face by those of GGUF."""
         self._heads = self._whole("attention.head_count")
         self._kv_heads = self._whole("attention.head_count_kv", self._heads)
 
@@ -226,8 +244,6 @@ class _Configuration:
         for key in ("attention.value_length", "rope.dimension_count"):
             if self._whole(key, size) != size:
                 raise self._odd(key, f"{self._whole(key)}; {size}, the size of a head, is supported")
-        if f"{self._architecture}.attention.sliding_window" in self._metadata:
-            raise self._odd("attention.sliding_window", "something; windows are not read from GGUF files")
         named = [int(name.split(".")[2]) for name in tensors if name.startswith("model.layers.")]
         if max(named, default=-1) + 1 != layers:
             raise self._odd("block_count", f"{layers:,}; there are tensors of {max(named, default=-1) + 1:,} layers")
@@ -257,26 +273,49 @@ class _Configuration:
             "num_attention_heads": self._heads,
             "num_key_value_heads": self._kv_heads,
             "head_dim": size,
-            "hidden_act": "silu",
+            "hidden_act": FAMILIES[self._family].activation,
             "max_position_embeddings": self._whole("context_length"),
             "rms_norm_eps": self._float("attention.layer_norm_rms_epsilon"),
             "rope_theta": base,
             "rope_scaling": self._scaling(divisors, base, size),
             "tie_word_embeddings": "lm_head.weight" not in tensors,
             "attention_bias": self._architecture != "qwen2" and "model.layers.0.self_attn.q_proj.bias" in tensors,
-            "use_sliding_window": False,
+            **(self._of_gemma(hidden, layers, size) if self._architecture == "gemma3" else self._without_windows()),
             "torch_dtype": {("F32",): "float32", ("F16",): "float16"}.get(tuple(forms), "bfloat16"),
             "bos_token_id": self._metadata.get("tokenizer.ggml.bos_token_id"),
             "eos_token_id": self._ends(embedding["shape"][0]),
         }
 
+    def _without_windows(self) -> dict[str, Any]:
+        if f"{self._architecture}.attention.sliding_window" in self._metadata:
+            raise self._odd("attention.sliding_window", "something; windows are not read from GGUF files of this kind")
+        return {"use_sliding_window": False}
+
+    def _of_gemma(self, hidden: int, layers: int, size: int) -> dict[str, Any]:
+        """What only Gemma 3 has, as llama.cpp reads it (`LLM_ARCH_GEMMA3` of github.com/ggml-org/llama.cpp,
+        src/llama-model.cpp): no key says what scores are divided by, but the model of 62 layers is known for another
+        number; without the key for the window all layers see all tokens."""
+        for key in ("attn_logit_softcapping", "final_logit_softcapping"):
+            if self._float(key, 0.0) != 0.0:
+                raise self._odd(key, f"{self._float(key):g}, which is not supported")
+        window = self._metadata.get("gemma3.attention.sliding_window", 0)
+        has_windows = type(window) is not int or window != 0
+        return {
+            "sliding_window": self._whole("attention.sliding_window") if has_windows else None,
+            "sliding_window_pattern": self._whole("attention.sliding_window_pattern", 6) if has_windows else 1,
+            "rope_local_base_freq": self._float("rope.freq_base_swa", 10000.0),
+            "query_pre_attn_scalar": hidden // self._heads if layers == 62 else size,
+            "zero_centred_norms": False,
+        }
+
     def _ends(self, vocabulary: int) -> list[int]:
         """The tokens that end a generation: of a sequence, a turn, a message, as the file names them; and control
-        tokens of `_END_TEXTS`, of which it names but some."""
+        tokens of `_END_TEXTS`, of which it names but some (for `GEMMA_TURNS` any)."""
         found = [self._metadata.get(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot", "eom")]
         texts, kinds = (self._metadata.get(f"tokenizer.ggml.{name}") for name in ("tokens", "token_type"))
         if isinstance(texts, list) and isinstance(kinds, np.ndarray) and len(texts) == len(kinds):
-            found += [token for token, text in enumerate(texts) if text in _END_TEXTS and kinds[token] == _CONTROL]
+            ends = ((token, text) for token, text in enumerate(texts) if text in _END_TEXTS)
+            found += [token for token, text in ends if kinds[token] == _CONTROL or text in GEMMA_TURNS]
         return sorted({token for token in found if type(token) is int and 0 <= token < vocabulary})
 
     def _scaling(self, divisors: np.ndarray | None, base: float, size: int) -> dict[str, Any] | None:

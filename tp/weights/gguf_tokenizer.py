@@ -27,6 +27,9 @@ _MAX_LENGTH = 256
 _MERGES_PER_TOKEN = 16
 """So many may follow from a vocabulary with scores."""
 
+GEMMA_TURNS = ("<start_of_turn>", "<end_of_turn>")
+"""Control tokens of Gemma 3 that are ordinary ones in some of its files (github.com/unslothai/unsloth/issues/5070)."""
+
 
 @dataclass(frozen=True)
 class _Split:
@@ -194,6 +197,9 @@ def _read_vocabulary(given: _Metadata, *, is_sentencepiece: bool) -> _Vocabulary
     tokens = given.texts("tokenizer.ggml.tokens")
     if not tokens:
         raise given.error("tokenizer.ggml.tokens", "is empty")
+    is_gemma = is_sentencepiece and given.text("general.architecture") == "gemma3"
+    if is_gemma:  # spaces are written as such if a token has nothing else (`_create_vocab_sentencepiece`, see `ids`)
+        tokens = [token if token.strip(" ") else "▁" * len(token) for token in tokens]
     if len(set(tokens)) < len(tokens):
         seen: set[str] = set()
         twice = next(token for token in tokens if token in seen or seen.add(token))
@@ -202,6 +208,8 @@ def _read_vocabulary(given: _Metadata, *, is_sentencepiece: bool) -> _Vocabulary
     strange = next((type for type in types or () if not 0 <= type <= _BYTE), None)
     if strange is not None:
         raise given.error("tokenizer.ggml.token_type", f"has {strange}, which is no type")
+    if is_gemma and types is not None:
+        types = [_CONTROL if token in GEMMA_TURNS else type for token, type in zip(tokens, types, strict=True)]
 
     def is_marked(number: int) -> bool:
         return is_sentencepiece if types is None else types[number] in (_UNKNOWN, _CONTROL)
@@ -293,7 +301,8 @@ def _sentencepiece(given: _Metadata, vocabulary: _Vocabulary) -> dict[str, Any]:
 def _merges_of_scores(given: _Metadata, vocabulary: _Vocabulary, ids: Mapping[str, int]) -> list[tuple[str, str]]:
     """A merge for each way to make a token of two. Those of the highest score come first; of equal ones those with the
     longest first half, then those of the first token (`generate_merges` of github.com/huggingface/transformers,
-    convert_slow_tokenizer.py). None has to do with special tokens, which are found in texts before."""
+    convert_slow_tokenizer.py). User-defined tokens have the score 0, as in models of SentencePiece, for which files say
+    -1000. None has to do with special tokens, which are found in texts before."""
     key = "tokenizer.ggml.scores"
     scores = given.numbers(key, "iuf", len(vocabulary.tokens))
     if scores is None:
@@ -306,14 +315,15 @@ def _merges_of_scores(given: _Metadata, vocabulary: _Vocabulary, ids: Mapping[st
     merged: set[float] = set()
     tokens = 0
     for token, number in plain.items():
-        before = len(merges)
+        before, is_defined = len(merges), vocabulary.types[number] == _USER_DEFINED
+        score = 0.0 if is_defined else scores[number]
         for size in range(1, len(token)):
             left, right = token[:size], token[size:]
             if left in plain and right in plain:
-                merges.append((scores[number], size, left, right))
-        if len(merges) > before:
+                merges.append((score, size, left, right))
+        if len(merges) > before and not is_defined:
             tokens += 1
-            merged.add(scores[number])
+            merged.add(score)
         if len(merges) > _MERGES_PER_TOKEN * len(vocabulary.tokens):
             problem = f"has more than {_MERGES_PER_TOKEN} ways a token to make one of two others"
             raise given.error("tokenizer.ggml.tokens", problem)
