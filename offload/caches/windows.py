@@ -177,7 +177,7 @@ class WindowBlocks:
         """See `Blocks.export`. Those that are gone are zeros."""
         ring = self._rings[layer]
         border = min(max(start, ring.first), stop)
-        there = [piece.to("cpu", copy=True) for piece in self._tokens(layer, border, stop)]
+        there = [piece.clone().cpu() for piece in self._tokens(layer, border, stop)]
         _, _, heads, _, head_dim = ring.blocks.shape
         gone = 2, heads, border - start, head_dim
         return lambda: [torch.zeros(gone, dtype=ring.blocks.dtype), *there] if border > start else there

@@ -67,7 +67,7 @@ FAMILIES = {
             "query_pre_attn_scalar": 40,
             "sliding_window": 50,
             "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
-            "tie_word_embeddings": True,
+            "tie_word_embeddings": False,  # or, as embeddings are scaled, a text would repeat one token
             "rope_parameters": {
                 "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
                 "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 3.0},

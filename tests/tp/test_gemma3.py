@@ -130,7 +130,7 @@ def save_wrapped(directory):
     """A model of text and images; transformers' own."""
     vision = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
     vision |= {"image_size": 28, "patch_size": 14, "model_type": "siglip_vision_model"}
-    text = Gemma3TextConfig(**(tiny_shape() | FAMILIES["gemma3"][1]))
+    text = Gemma3TextConfig(**(tiny_shape() | FAMILIES["gemma3"][1] | {"tie_word_embeddings": True}))
     config = Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4)
     torch.manual_seed(0)
     model = Gemma3ForConditionalGeneration(config).eval()

@@ -97,10 +97,11 @@ class Case:
 
 
 def keys_and_values(engine: Engine, layer: int, tokens: int) -> torch.Tensor:
-    """Of the first tokens of the cache that the last run used, `[2, num_kv_heads, tokens, head_dim]`."""
+    """Of the first tokens of the cache that the last run used, `[2, num_kv_heads, any, head_dim]`; of a layer that
+    keeps the last ones only, of these."""
     cache = engine._kept.caches[-1]
     cache.blocks.drain()
-    pieces = cache.blocks.export(layer, 0, tokens)()
+    pieces = cache.export(layer, cache.first_restored(layer, tokens), tokens)()
     return torch.cat(pieces, dim=2).view(torch.uint8) if pieces else torch.empty(0)
 
 

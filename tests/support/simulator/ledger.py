@@ -45,9 +45,9 @@ from triforce.tp.model.config import ModelConfig
 sys.path.append(str(Path(__file__).parents[1]))  # where the next one is, if this is run as a script
 from recorder import Recorder
 from spmd import run_forks
-from tiny import random_tokens, save_llama
+from tiny import random_tokens, save_family, save_llama
 
-LIMITS = Limits(largest_block=1024, tiling=Tiling(64, 16, 256))
+LIMITS = Limits(largest_block=1024, window_slack=16, tiling=Tiling(64, 16, 256))
 """So small that tokens of a few hundred are several blocks, several parts of a prefill, and shared."""
 
 FEW_BUFFERS = replace(LIMITS, ring_buffers=1, staging_buffers=3, disk_buffers=3, open_slack=160, runtime_bytes=0)
@@ -195,16 +195,18 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 
 def save_models(root: Path, **sizes: int) -> Path:
-    """A tiny target and a tiny draft."""
+    """Tiny targets, of which one has layers with sliding windows beside others, and a tiny draft."""
     save_llama(root / "draft", seed=9, num_hidden_layers=1, hidden_size=32, **sizes)
     save_llama(root / "target", seed=1, num_key_value_heads=2, max_position_embeddings=4096, **sizes)
+    save_family(root / "windows", "gemma3", seed=1, **sizes)
     return root
 
 
 def play(models: Path, seed: int, steps: int = 4) -> Ledger:
     """Answers, conversations, batches that sequences join and leave, texts that are saved and restored, and runs that
     are broken off, with settings of all kinds; checks after each round. With every fourth seed, host memory is so
-    limited that keys and values are on a disk, and some runs are refused; with every third, passes are captured.
+    limited that keys and values are on a disk, and some runs are refused; with every third, passes are captured; with
+    every fifth, the target has layers with sliding windows.
 
     Raises:
         Uncounted: see `Ledger.check`.
@@ -227,7 +229,7 @@ def play_on_ranks(models: Path, seed: int, steps: int = 4, ranks: int = 2) -> li
 
 def _play(models: Path, seed: int, steps: int, folder: Path, ranks: int = 1) -> Ledger:
     """Args: `folder` is for saved contexts, and for blocks on a disk."""
-    chance = random.Random(seed)
+    chance, target = random.Random(seed), models / ("windows" if seed % 5 == 4 else "target")
     settings: dict[str, Any] = {
         "dtype": chance.choice(["float32", "bfloat16", "float16"]),
         "tiers": chance.choice([1, 2, 3, 3]),
@@ -245,16 +247,16 @@ def _play(models: Path, seed: int, steps: int, folder: Path, ranks: int = 1) -> 
     if seed % 4 == 1:
         limits, host, length = FEW_BUFFERS, staged(simulator, random.Random(seed), HOST), chance.randint(500, 900)
         settings |= {"resident": 0, "block_length": chance.choice([1, 6, 24])}
-        settings["host_memory"] = chance.uniform(1.0, 1.2) * least_memory(models, settings, length + 100, ranks) / 2**30
+        settings["host_memory"] = chance.uniform(1.0, 1.2) * least_memory(target, settings, length + 100, ranks) / 2**30
     if seed % 4 == 3:
         settings |= {"resident": None, "dtype": "float32"}  # in PyTorch's operations 16 bits take more than on a GPU
         settings.pop("pack", None)
         limits = replace(LIMITS, free_varies=0.0)  # of a GPU that is mostly reserve
-        device_bytes, simulator.limit = device_memory(models, settings, length + 100, chance, ranks)
+        device_bytes, simulator.limit = device_memory(target, settings, length + 100, chance, ranks)
     system = simulated_system(simulator, limits, host, device_bytes)
     with without_collection(), as_on_a_gpu(), simulator:
         given = {"device": "cpu", "gpus": ranks, "system": system, "store": ContextStore(folder)} | settings
-        engine = Engine.load(models / "target", **given)
+        engine = Engine.load(target, **given)
         if seed % 3 == 0 and ranks == 1:
             engine._capture = Measuring(simulator)
         ledger = Ledger(engine, simulator)
@@ -280,18 +282,18 @@ def without_collection() -> Iterator[None]:
         gc.enable()
 
 
-def least_memory(models: Path, settings: dict[str, Any], length: int, ranks: int = 1) -> int:
+def least_memory(target: Path, settings: dict[str, Any], length: int, ranks: int = 1) -> int:
     """Bytes of host memory that a run over so many tokens takes at least, all of its cache on a disk."""
-    request = replace(request_of(models, settings, length, ranks), limits=FEW_BUFFERS)
+    request = replace(request_of(target, settings, length, ranks), limits=FEW_BUFFERS)
     return ranks * make_plan(replace(request, host_bytes=0, disk_bytes=2**40)).host_total
 
 
 def device_memory(
-    models: Path, settings: dict[str, Any], length: int, chance: random.Random, ranks: int
+    target: Path, settings: dict[str, Any], length: int, chance: random.Random, ranks: int
 ) -> tuple[int, int]:
     """The memory of a GPU in bytes that holds none, some or all of the keys and values of so many tokens, and the
     memory beyond which it refuses: what is left of it without the plan's reserve, and one in a hundred more."""
-    request = request_of(models, settings, length, ranks)
+    request = request_of(target, settings, length, ranks)
     plan = make_plan(replace(request, gpu_bytes=2**40, kernels=False))
     least = make_plan(replace(plan.request, context=1))  # what is checked before weights are loaded
     needed = plan.weights + plan.working + int(chance.uniform(0.0, 1.1) * plan.kv)
@@ -305,9 +307,9 @@ def with_reserve(plan: RunPlan, needed: int) -> int:
     return int((needed + fixed) / (1 - FRAGMENTED)) + 1
 
 
-def request_of(models: Path, settings: dict[str, Any], length: int, ranks: int) -> RunRequest:
-    """A run over so many tokens."""
-    configs = [ModelConfig.load(models / name) for name in ("target", "draft")]
+def request_of(target: Path, settings: dict[str, Any], length: int, ranks: int) -> RunRequest:
+    """A run over so many tokens. The draft is beside the target."""
+    configs = [ModelConfig.load(one) for one in (target, target.parent / "draft")]
     names = {field.name for field in fields(Settings)}
     planned = Settings(**{name: value for name, value in settings.items() if name in names})
     planned = replace(planned, lookup=str(settings["draft"]).endswith(",lookup"))

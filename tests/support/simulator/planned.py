@@ -43,6 +43,7 @@ class Planned:
     # what was being read, as long as it is there, and its plan
     _plans: weakref.WeakKeyDictionary[FullCache, RunPlan] = field(default_factory=weakref.WeakKeyDictionary)
     _captured: int = 0
+    _left: int = 0  # that was left free for captured passes of the sequences that ran last
     _together: int = 0  # sequences of the run under way, at most
     _run: weakref.ref[Run] | None = None  # that run
     live: int = 0
@@ -88,7 +89,7 @@ class Planned:
         found = dict(self._open())
         plans = [*found.values(), *(plan for known, plan in self._read if known() not in found)]
         blocks = {
-            weakref.ref(holder): held_bytes(holder.blocks.held())
+            weakref.ref(holder): held_bytes(holder.blocks.held()) + held_bytes(holder.windows.held())
             for one in self.engine._kept.caches
             for holder in one.holders
         }
@@ -138,7 +139,9 @@ class Planned:
             lasting = [held for one in captured for held in one.held()]
             found += held_bytes(held for held in lasting if held[1].untyped_storage()._cdata not in tables)
             found += max((taken.get(one, 0) for one in captured), default=0)
-        return found, max(left, default=0)
+        # What pieces hold stays while no sequence runs.
+        self._left = max(left, default=self._left)
+        return found, self._left
 
     def _open(self) -> Iterator[tuple[BatchSequence, RunPlan]]:
         """The sequences that have caches, and their plans."""
@@ -154,6 +157,7 @@ def _faults_of(caches: ActiveSequence, plan: RunPlan) -> Iterator[str]:
     held, was, placement = bytes_by_part(caches.full.blocks.held()), caches.plan.placement, plan.placement
     for part in ("resident_kv", "ring", "open_stretches"):
         yield from _unlike(part, held, getattr(plan, part))
+    yield from _unlike("windows", bytes_by_part(caches.full.windows.held()), plan.windows)
     same = ("block_size", "num_blocks", "open_tokens", "packed")
     if (
         any(getattr(was, name) != getattr(placement, name) for name in same)
@@ -163,7 +167,7 @@ def _faults_of(caches: ActiveSequence, plan: RunPlan) -> Iterator[str]:
     if caches.streaming:
         yield from _unlike("draft_kv", bytes_by_part(caches.streaming.held()), plan.draft_kv)
     if caches.retrieval and (held := bytes_by_part(caches.retrieval.held())).get("retrieval"):
-        chunk = plan.chunk_size * plan.request.token_bytes
+        chunk = plan.chunk_size * plan.request.part.kv_bytes_per_token(plan.request.dtype)
         yield from _unlike("retrieval", held, plan.retrieval + _chosen_bytes(plan), least=plan.retrieval - chunk + 1)
 
 

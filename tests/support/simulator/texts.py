@@ -1,6 +1,7 @@
 """Random histories of requests to one run after another: they join in every round, are ended in every phase, start from
 saved contexts, save them, are refused, and go on from what was answered; runs are interrupted, or broken off in a pass.
-Each text is the one it has alone. Of the models one has a sliding window, and one rotates keys by a prompt's length.
+Each text is the one it has alone. Of the models one has sliding windows in all layers, one in some, and one rotates
+keys by a prompt's length.
 
     python tests/support/simulator/texts.py --histories 2000
     python tests/support/simulator/texts.py --histories 200 --real
@@ -252,7 +253,7 @@ def play_long(models: Path, requests: int, every: int, note: Callable[[Holdings]
     """
     with tempfile.TemporaryDirectory() as folder:
         given = {"device": "cpu", "dtype": "float32", "resident": 0, "budget": 64, "store": ContextStore(Path(folder))}
-        asked = request_of(models, given | {"draft": models / "draft"}, 4 * LONGEST, 1)
+        asked = request_of(models / "target", given | {"draft": models / "draft"}, 4 * LONGEST, 1)
         given["host_memory"] = make_plan(asked).host_total / 2**30  # in which a few of what has ended can stay
         system = replace(THIS_MACHINE, limits=LIMITS)
         engine = Engine.load(models / "target", models / "draft", system=system, **given)
@@ -275,6 +276,7 @@ def play(models: Path, seed: int, *, ranks: int = 1, real: bool = False) -> int:
 
 def _play(models: Path, seed: int, folder: Path, ranks: int, real: bool) -> int:
     chance = random.Random(seed)
+    target = models / chance.choice(["target", "target", "window", "dynamic", "windows", "windows"])
     settings: dict[str, Any] = {
         "tiers": chance.choice([1, 2, 3, 3]),
         "resident": chance.choice([None, 0, 1e-4]),
@@ -285,7 +287,7 @@ def _play(models: Path, seed: int, folder: Path, ranks: int, real: bool) -> int:
         "room": chance.choice([0, 300]),
     }
     if chance.random() < 0.3:  # not all that has ended can stay
-        asked = replace(request_of(models, settings | {"dtype": "float32"}, LONGEST, ranks), gpu_bytes=None)
+        asked = replace(request_of(target, settings | {"dtype": "float32"}, LONGEST, ranks), gpu_bytes=None)
         whole = make_plan(replace(asked, kernels=False))
         settings["host_memory"] = ranks * (whole.host_total + chance.uniform(0.1, 2.0) * whole.kv) / 2**30
     steps = (chance.choice([1e-4, 0.05, 0.6]) for _ in itertools.count())
@@ -299,7 +301,7 @@ def _play(models: Path, seed: int, folder: Path, ranks: int, real: bool) -> int:
             system = simulated_system(simulator, LIMITS, HOST, None)
         system = replace(system, clock=lambda: next(now))
         given = {"device": "cpu", "dtype": "float32", "gpus": ranks, "system": system, "store": ContextStore(folder)}
-        engine = Engine.load(models / chance.choice(["target", "target", "window", "dynamic"]), **given, **settings)
+        engine = Engine.load(target, **given, **settings)
         try:
             if engine.target.ranks.rank:
                 for run in _followed(engine):
