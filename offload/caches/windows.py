@@ -1,5 +1,5 @@
 """Keys and values of the last tokens, of layers with sliding windows in a model that has others without: on the device,
-a ring of blocks for each layer.
+a few blocks of each layer, of which the oldest is written over.
 
 A layer holds its window before every position of the last `window_slack` tokens, so that so many can be rolled back, or
 left to another sequence that begins alike. Blocks begin at whole multiples of their size, wherever a sequence began, so
@@ -22,7 +22,7 @@ from ..transfer.placement import window_blocks
 
 
 @dataclass
-class _Ring:
+class _LastBlocks:
     """Of one layer."""
 
     window: int
@@ -62,7 +62,7 @@ class _Ring:
 
 
 class WindowBlocks:
-    """The rings of one sequence."""
+    """Those of one sequence."""
 
     def __init__(
         self,
@@ -74,48 +74,48 @@ class WindowBlocks:
         limits: Limits = LIMITS,
     ) -> None:
         """Args: `config` is of a rank's part of the model; a block is whole chunks."""
-        self._rings: dict[int, _Ring] = {}
+        self._layers: dict[int, _LastBlocks] = {}
         for layer, place in enumerate(config.full_places):
             window = config.sliding_window(layer)
             if place is None and window is not None:
                 count, size = window_blocks(window, chunk_size, limits)
                 shape = count, 2, config.num_kv_heads, size, config.head_dim
-                self._rings[layer] = _Ring(window, torch.zeros(shape, dtype=dtype, device=device))
+                self._layers[layer] = _LastBlocks(window, torch.zeros(shape, dtype=dtype, device=device))
         self._workspace: tuple[int, int, Tensor] | None = None
         """Of the layer that a pass over many tokens is at: which one, the position of the first token, and keys and
         values `[2, num_kv_heads, any, head_dim]`."""
 
     def held(self) -> Held:
         """See `offload.held`."""
-        yield from (("windows", ring.blocks) for ring in self._rings.values())
+        yield from (("windows", held.blocks) for held in self._layers.values())
 
     def reaches(self, length: int) -> bool:
         """Whether the token at this position has all that its windows see."""
         return all(
-            ring.first <= max(0, length + 1 - ring.window) and length <= ring.stop for ring in self._rings.values()
+            held.first <= max(0, length + 1 - held.window) and length <= held.stop for held in self._layers.values()
         )
 
     def first_seen(self, layer: int, length: int) -> int:
         """Position of the first token that the token at `length` sees in a layer."""
-        return max(0, length + 1 - self._rings[layer].window)
+        return max(0, length + 1 - self._layers[layer].window)
 
     def append(self, layer: int, start: int, k: Tensor, v: Tensor) -> None:
         """Writes the keys and values `[num_kv_heads, n, head_dim]` of tokens `start` to `start + n`. Those of a pass
         over more than there is room for are there until the next call."""
-        ring = self._rings[layer]
-        size, stop = ring.size, start + k.shape[1]
-        ring.stop = min(ring.stop, start)  # what was there behind is of a pass that was rolled back
-        base = max(0, start + 1 - ring.window) // size * size
+        held = self._layers[layer]
+        size, stop = held.size, start + k.shape[1]
+        held.stop = min(held.stop, start)  # what was there behind is of a pass that was rolled back
+        base = max(0, start + 1 - held.window) // size * size
         self._workspace = None
-        if -(-stop // size) - base // size > len(ring.blocks):
+        if -(-stop // size) - base // size > len(held.blocks):
             heads, _, head_dim = k.shape
             whole = k.new_empty(2, heads, -(-stop // size) * size - base, head_dim)
-            for position, block in self._blocks(ring, base, start):
+            for position, block in self._blocks(held, base, start):
                 whole[:, :, position - base : position - base + size] = block
             whole[0, :, start - base : stop - base], whole[1, :, start - base : stop - base] = k, v
             whole[:, :, stop - base :].zero_()
             self._workspace = layer, base, whole
-        ring.write(start, k, v)
+        held.write(start, k, v)
 
     def pieces(self, layer: int, first: int, stop: int) -> Iterator[tuple[int, Tensor]]:
         """The blocks that hold tokens `first` (or some before) to `stop` of those appended last or before; see
@@ -125,12 +125,12 @@ class WindowBlocks:
             self._workspace = None
             yield base, whole
             return
-        yield from self._blocks(self._rings[layer], first, stop)
+        yield from self._blocks(self._layers[layer], first, stop)
 
     @staticmethod
-    def _blocks(ring: _Ring, first: int, stop: int) -> Iterator[tuple[int, Tensor]]:
-        for index in range(first // ring.size, -(-stop // ring.size)):
-            yield index * ring.size, ring.of(index)
+    def _blocks(held: _LastBlocks, first: int, stop: int) -> Iterator[tuple[int, Tensor]]:
+        for index in range(first // held.size, -(-stop // held.size)):
+            yield index * held.size, held.of(index)
 
     def slice(self, layer: int, start: int, stop: int) -> tuple[Tensor, Tensor]:
         """Keys and values of the tokens `start` to `stop`, each `[num_kv_heads, stop - start, head_dim]`."""
@@ -139,29 +139,29 @@ class WindowBlocks:
 
     def _tokens(self, layer: int, start: int, stop: int) -> list[Tensor]:
         """Them where they lie, in pieces `[2, num_kv_heads, any, head_dim]`."""
-        found = self._blocks(self._rings[layer], start, stop)
+        found = self._blocks(self._layers[layer], start, stop)
         return [block[:, :, max(start - position, 0) : stop - position] for position, block in found]
 
     def gather(self, layer: int, chunks: Tensor, chunk_size: int) -> tuple[Tensor, Tensor]:
         """Keys and values of `chunks` `[num_kv_heads, count]`, each `[num_kv_heads, count * chunk_size, head_dim]`.
         Those of chunks that no window reaches any more are of any others."""
-        ring = self._rings[layer]
-        chunks = chunks.clamp(min=-(-ring.first // chunk_size))
+        held = self._layers[layer]
+        chunks = chunks.clamp(min=-(-held.first // chunk_size))
         within = torch.arange(chunk_size, device=chunks.device)
         positions = (chunks.unsqueeze(-1) * chunk_size + within).flatten(1)  # [num_kv_heads, count * chunk_size]
         heads = torch.arange(len(chunks), device=chunks.device).unsqueeze(1)
-        index, offset = positions // ring.size % len(ring.blocks), positions % ring.size
-        return ring.blocks[index, 0, heads, offset], ring.blocks[index, 1, heads, offset]
+        index, offset = positions // held.size % len(held.blocks), positions % held.size
+        return held.blocks[index, 0, heads, offset], held.blocks[index, 1, heads, offset]
 
     def copy_from(self, other: WindowBlocks, length: int) -> None:
         """Takes what another sequence's have of its first `length` tokens, which it reaches, or of none."""
         if not length:
             self.forget()
             return
-        for layer, ring in self._rings.items():
-            theirs = other._rings[layer]
-            ring.blocks.copy_(theirs.blocks)
-            ring.first, ring.stop = theirs.first, min(theirs.stop, length)
+        for layer, held in self._layers.items():
+            theirs = other._layers[layer]
+            held.blocks.copy_(theirs.blocks)
+            held.first, held.stop = theirs.first, min(theirs.stop, length)
 
     def release(self) -> None:
         """Gives back what was taken for a pass over many tokens, which has ended."""
@@ -170,25 +170,25 @@ class WindowBlocks:
     def forget(self) -> None:
         """Says that no token is there."""
         self.release()
-        for ring in self._rings.values():
-            ring.first = ring.stop = 0
+        for held in self._layers.values():
+            held.first = held.stop = 0
 
     def export(self, layer: int, start: int, stop: int) -> Callable[[], list[Tensor]]:
         """See `Blocks.export`. Those that are gone are zeros."""
-        ring = self._rings[layer]
-        border = min(max(start, ring.first), stop)
+        held = self._layers[layer]
+        border = min(max(start, held.first), stop)
         there = [piece.clone().cpu() for piece in self._tokens(layer, border, stop)]
-        _, _, heads, _, head_dim = ring.blocks.shape
+        _, _, heads, _, head_dim = held.blocks.shape
         gone = 2, heads, border - start, head_dim
-        return lambda: [torch.zeros(gone, dtype=ring.blocks.dtype), *there] if border > start else there
+        return lambda: [torch.zeros(gone, dtype=held.blocks.dtype), *there] if border > start else there
 
     def restore(self, layer: int, start: int, stop: int, read: Callable[[list[Tensor]], None]) -> None:
         """Takes tokens `start` to `stop` of a layer, of which it keeps the last, in place of all that were there; see
         `Blocks.restore`."""
-        ring = self._rings[layer]
-        _, _, heads, _, head_dim = ring.blocks.shape
-        piece = torch.empty(2, heads, stop - start, head_dim, dtype=ring.blocks.dtype)
-        ring.first = ring.stop = start  # what is read may turn out to be damaged
+        held = self._layers[layer]
+        _, _, heads, _, head_dim = held.blocks.shape
+        piece = torch.empty(2, heads, stop - start, head_dim, dtype=held.blocks.dtype)
+        held.first = held.stop = start  # what is read may turn out to be damaged
         read([piece])
-        k, v = piece.to(ring.blocks.device)
-        ring.write(start, k, v)
+        k, v = piece.to(held.blocks.device)
+        held.write(start, k, v)

@@ -9,8 +9,8 @@ A pass takes as long as the slowest of four things that go on at once:
 * the **launches**: Python and PyTorch starting each layer's kernels, while the GPU waits or works.
 
 Speculation is the sum of `lengths`: draft tokens and one pass, over the tokens that this pass is expected to accept.
-Sampling, the refresh of the retrieval cache, sliding windows and what the sums of the layers take of the link are left
-out.
+Sampling, the refresh of the retrieval cache, sliding windows that all layers have and what the sums of the layers take
+of the link are left out.
 """
 
 from __future__ import annotations

@@ -210,7 +210,7 @@ def _chat(render: Callable[[Messages], str]) -> Callable[[str, str | None], str]
 
 
 def check_same_vocabulary(target: Path, draft: Path) -> None:
-    """Compares the two `tokenizer.json`, if both are there.
+    """Compares the two `tokenizer.json`, if both are there. One may have further tokens, behind the last of the other.
 
     Raises:
         ModelError: they give different ids to some token.
@@ -219,7 +219,8 @@ def check_same_vocabulary(target: Path, draft: Path) -> None:
     if not all(path.is_file() for path in paths) or filecmp.cmp(*paths, shallow=False):
         return
     ours, theirs = (_vocabulary(path) for path in paths)
-    differing = sorted({token for token, _ in ours.items() ^ theirs.items()})
+    last = min(max(vocabulary.values(), default=-1) for vocabulary in (ours, theirs))
+    differing = sorted({token for token, number in ours.items() ^ theirs.items() if number <= last})
     if differing:
         raise ModelError(
             f"the tokenizers of {target} and {draft} differ in {len(differing):,} tokens, such as {differing[0]!r}; "

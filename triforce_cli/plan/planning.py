@@ -135,6 +135,7 @@ class Plan:
                 "step": run.step,
                 "ring": run.ring,
                 "open_stretches": run.open_stretches,
+                "windows": run.windows,
                 "prefill": run.prefill,
                 "draft_kv": run.draft_kv,
                 "rope": run.rope,

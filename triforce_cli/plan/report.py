@@ -79,6 +79,7 @@ def _memory_table(plan: Plan) -> Table:
         ("weights" + draft, _size(run.weights), "-"),
         (f"KV cache, {blocks}", _size(run.resident_kv), _size(run.streamed_kv * request.gpus)),
         *([("room for blocks that leave the GPU", "-", _size(run.spare * request.gpus))] if run.spare else []),
+        *([("last tokens of layers with windows", _size(run.windows), "-")] if run.windows else []),
         *((name, gib(size), "-") for name, size in others.items() if size == larger > 0),
         *(
             (f"{name} (not at the same time)", f"({gib(size)})", "-")
