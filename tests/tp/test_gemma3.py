@@ -111,6 +111,7 @@ def test_published_configs_describe_the_models_they_should(tmp_path, name):
     with torch.device("meta"):
         theirs = AutoModelForCausalLM.from_config(text)
     assert num_parameters(config) == theirs.num_parameters()
+    assert text.layer_types
     windows = [text.sliding_window if kind == "sliding_attention" else None for kind in text.layer_types]
     assert list(config.sliding_windows) == windows and windows.count(None) == config.num_layers // 6
     with torch.device("cpu"):

@@ -290,7 +290,7 @@ def test_a_model_in_shards(tmp_path):
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 def test_two_ranks(tmp_path, family):
     """The rows of heads and the blocks of inputs are split."""
-    scores = {"query_pre_attn_scalar": 128} if family == "gemma3" else {}
+    scores: dict[str, Any] = {"query_pre_attn_scalar": 128} if family == "gemma3" else {}
     model = save_gguf(tmp_path / "target", family, mixed, head_dim=128, **scores)
     job = {"model": str(find_model(tmp_path / "target.gguf")), "draft": None, "device": "cpu", "dtype": "float32"}
     job |= {"prompt": PROMPT, "new_tokens": 20, "settings": {"tiers": 2, "budget": 64}}
