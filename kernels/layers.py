@@ -64,6 +64,21 @@ def rms_norm(x: Tensor, norm: Tensor, eps: float) -> Tensor:
     return F.rms_norm(x.to(norm.dtype), norm.shape, norm, eps).to(x.dtype)
 
 
+def gated(gate: Tensor, up: Tensor, activation: str) -> Tensor:
+    """`up` times the activation of `gate`, both `[n, width]`; `activation` is `silu`, or `gelu_pytorch_tanh`.
+
+    Where a row's bits must not depend on company they are activated one by one: PyTorch computes the ends of what each
+    of a CPU's threads gets with other instructions.
+    """
+    activate = F.silu if activation == "silu" else functools.partial(F.gelu, approximate="tanh")
+    one_by_one = gate.device.type == "cpu" and len(gate) <= STEP_ROWS
+    if one_by_one and products_are_independent(gate.device, gate.dtype):
+        activated = torch.stack([activate(row) for row in gate])
+    else:
+        activated = activate(gate)
+    return activated.mul_(up)
+
+
 def gated_mlp(
     x: Tensor, norm: Tensor, eps: float, gate_up: Tensor, down: Tensor, *, onto: Tensor | None = None
 ) -> Tensor:
@@ -85,7 +100,7 @@ def gated_mlp(
 
         def plain(rows: Tensor) -> Tensor:
             gate, up = F.linear(F.rms_norm(rows, norm.shape, norm, eps), gate_up).chunk(2, dim=-1)
-            return F.linear(F.silu(gate).mul_(up), down)
+            return F.linear(gated(gate, up, "silu"), down)
 
         result = _by_tiles(plain, x)
         return result if onto is None else onto.add_(result)

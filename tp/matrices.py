@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..kernels.layers import gated_mlp, linear, products_are_independent, rms_norm
+from ..kernels.layers import gated, gated_mlp, linear, products_are_independent, rms_norm
 from ..kernels.packages import usable_packages
 from ..kernels.quantised import (
     Choice,
@@ -257,12 +257,15 @@ class GatedMlp:
 
     def of(self, rows: Tensor, *, norm: Tensor | None = None, eps: float = 0.0, onto: Tensor | None = None) -> Tensor:
         """What it gives for `rows` `[n, hidden]`, with the norm before it, if one is given; see `kernels.gated_mlp`."""
-        gate_up, down, is_silu = self.gate_up, self.down, self.activation == "silu"
-        if norm is not None and is_silu and isinstance(gate_up, DenseWeight) and isinstance(down, DenseWeight):
-            return gated_mlp(rows, norm, eps, gate_up.matrix, down.matrix, onto=onto)
+        if (
+            norm is not None
+            and self.activation == "silu"
+            and isinstance(self.gate_up, DenseWeight)
+            and isinstance(self.down, DenseWeight)
+        ):
+            return gated_mlp(rows, norm, eps, self.gate_up.matrix, self.down.matrix, onto=onto)
         gate, up = self.gate_up.times(rows, norm=norm, eps=eps).chunk(2, dim=-1)
-        gate = F.silu(gate) if is_silu else F.gelu(gate, approximate="tanh")
-        return self.down.times(gate.mul_(up), onto=onto)
+        return self.down.times(gated(gate, up, self.activation), onto=onto)
 
 
 @dataclass(frozen=True)

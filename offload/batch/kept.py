@@ -82,6 +82,7 @@ class KeptCache:
         """Bytes of caches on this rank that have left the device so far because memory there became short."""
         self._texts: list[KnownText] = []  # the one used last is the last
         self._blocks: WeakSet[Blocks] = WeakSet()  # of all caches there are
+        self._windows: WeakSet[WindowBlocks] = WeakSet()  # the same
         self._link: Link | None = None
 
     @property
@@ -414,6 +415,7 @@ class KeptCache:
             finally:
                 failure = None  # or the error and this frame would hold each other, and the frames of who catches it
         self._blocks.add(blocks)
+        self._windows.add(windows)
         sizes = {"chunk_size": plan.chunk_size, "step_rows": limits.step_rows, "start": plan.request.shared}
         return FullCache(part, decoder.rope, blocks, **sizes, prefix=prefix, windows=windows)
 
@@ -497,7 +499,7 @@ class KeptCache:
         given_back = [replaces.full] if replaces else []
         # With those that nobody else begins with, and that are not known as texts any more.
         given_back += dict.fromkeys(one for text in without for one in text.full.holders if one not in stays)
-        blocks = [cache.blocks for cache in given_back]
+        blocks, windows = ([cache.blocks for cache in given_back], [cache.windows for cache in given_back])
         on_host = self._system.device_memory(decoder.device) is None
         untouched = sum(one.footprint.untouched for one in blocks) if on_host else 0
         others = (one for one in self._blocks if one not in blocks)
@@ -509,7 +511,8 @@ class KeptCache:
             given_back=held_bytes(one for cache in given_back for one in cache.held()) - untouched,
             given_back_on_host=sum(one.footprint.host for one in blocks),
             given_back_on_disk=sum(one.footprint.disk for one in blocks),
-            held_on_host=sum(one.footprint.host + (held_bytes(one.held()) if on_host else 0) for one in others),
+            held_on_host=sum(one.footprint.host + (held_bytes(one.held()) if on_host else 0) for one in others)
+            + (sum(held_bytes(one.held()) for one in self._windows if one not in windows) if on_host else 0),
             promised=sum(text.full.blocks.footprint.untouched for text in self._texts if text.in_use),
             free_disk=self.disk.free_bytes if on_disk else None,
             device_memory=self._system.device_memory,

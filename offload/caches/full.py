@@ -48,7 +48,7 @@ class ReadCounter:
 
 
 class FullCache:
-    """Keys and values of every token. See `tp.decoder.Cache` for the interface."""
+    """Keys and values of every token, but for what windows do not reach. See `tp.decoder.Cache` for the interface."""
 
     def __init__(
         self,
@@ -378,7 +378,7 @@ class FullCache:
             self.blocks.restore(place, stop, read)
 
     def restored(self, length: int, computed_with: Sequence[int | None] = (None,)) -> None:
-        """Says that every layer holds `length` tokens now, put there by `blocks.restore`, and nothing else.
+        """Says that every layer holds `length` tokens now, put there by `restore`, and nothing else.
 
         Args: `computed_with` are the numbers of the arithmetic that computed them, see `computed_with`.
         """

@@ -1,9 +1,10 @@
 """Keys and values of the last tokens, of layers with sliding windows in a model that has others without: on the device,
 a few blocks of each layer, of which the oldest is written over.
 
-A layer holds its window before every position of the last `window_slack` tokens, so that so many can be rolled back, or
-left to another sequence that begins alike. Blocks begin at whole multiples of their size, wherever a sequence began, so
-attention sums keys in the same order as where all of them are kept.
+A layer that has read them holds its window before every position of the last `window_slack` tokens, so that so many can
+be rolled back, or left to another sequence that begins alike; one that was restored, before the next token. Blocks
+begin at whole multiples of their size, wherever a sequence began, so attention sums keys in the same order as where all
+of them are kept.
 """
 
 from __future__ import annotations
@@ -80,7 +81,8 @@ class WindowBlocks:
             if place is None and window is not None:
                 count, size = window_blocks(window, chunk_size, limits)
                 shape = count, 2, config.num_kv_heads, size, config.head_dim
-                self._layers[layer] = _LastBlocks(window, torch.zeros(shape, dtype=dtype, device=device))
+                blocks = torch.empty(shape, dtype=dtype, device=device).zero_()  # now, so that it counts as taken
+                self._layers[layer] = _LastBlocks(window, blocks)
         self._workspace: tuple[int, int, Tensor] | None = None
         """Of the layer that a pass over many tokens is at: which one, the position of the first token, and keys and
         values `[2, num_kv_heads, any, head_dim]`."""
@@ -104,6 +106,7 @@ class WindowBlocks:
         over more than there is room for are there until the next call."""
         held = self._layers[layer]
         size, stop = held.size, start + k.shape[1]
+        assert held.first <= self.first_seen(layer, start) and start <= held.stop, "what comes before is gone"
         held.stop = min(held.stop, start)  # what was there behind is of a pass that was rolled back
         base = max(0, start + 1 - held.window) // size * size
         self._workspace = None
@@ -192,3 +195,4 @@ class WindowBlocks:
         read([piece])
         k, v = piece.to(held.blocks.device)
         held.write(start, k, v)
+        held.first = max(start, self.first_seen(layer, stop))  # what is before that may not have been saved

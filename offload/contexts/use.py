@@ -129,23 +129,26 @@ class ContextUse:
         full.blocks.drain()
         self._synchronize(full.blocks.device)  # a pass that was broken off may still read what is written here
         full.restored(0)
-        wanted, good = prefix.tokens, -1
-        while good != wanted:  # down to nothing at all, which leaves no damaged numbers behind
-            try:
-                yield from self._read(prefix, full, wanted)
-                good = wanted
-            except _Damage as damage:
-                wanted = damage.position
-                self.warnings.append(f"{damage.error}; it is read again from position {wanted:,} on")
-        wanted = self._ranks.least([wanted], patiently=True)[0]  # disks take their time, and not the same
-        if wanted < good:
-            if not full.reaches(wanted):
-                yield from self._read(prefix, full, wanted)
-                good = wanted
-            self.warnings.append(
-                f"the context {prefix.name!r} could not be restored by another rank (damaged there, or not the same "
-                f"TRIFORCE_HOME); it is read again from position {wanted:,} on"
-            )
+        agreed, good = prefix.tokens, -1
+        while True:
+            before = wanted = agreed
+            # Down to nothing at all, which leaves no damaged numbers behind.
+            while good != wanted and not (good > wanted and full.reaches(wanted)):
+                try:
+                    yield from self._read(prefix, full, wanted)
+                    good = wanted
+                except _Damage as damage:
+                    wanted = damage.position
+                    self.warnings.append(f"{damage.error}; it is read again from position {wanted:,} on")
+            agreed = self._ranks.least([wanted], patiently=True)[0]  # disks take their time, and not the same
+            if agreed < wanted:
+                self.warnings.append(
+                    f"the context {prefix.name!r} could not be restored by another rank (damaged there, or not the "
+                    f"same TRIFORCE_HOME); it is read again from position {agreed:,} on"
+                )
+            if agreed == before:
+                break
+        wanted = agreed
         restored = (one for one in prefix.segments if one.first < wanted)
         computed_with = tuple(dict.fromkeys(number for one in restored for number in one.arithmetic))
         full.restored(good, computed_with)

@@ -201,10 +201,18 @@ def _passes(run: dict[str, Any], request: RunRequest) -> list[MeasuredPass]:
     counts, proposed, seconds = run["passes"], run["proposed"], run["time_s"]
     waited = run["link"]["bytes_streamed"] or run["settings"].get("disk_bytes")
     if counts["verify"] and not waited:
-        tokens = run["kv_read"]["bytes"] / counts["verify"] / request.token_bytes
+        tokens = _tokens_read(request, run["kv_read"]["bytes"] / counts["verify"])
         work = pass_work(request, 1 + proposed["retrieval"] / counts["verify"], tokens)
         found.append(MeasuredPass(*work, seconds["verify"] / counts["verify"]))
     if counts["retrieval"]:
         work = pass_work(request, 1 + proposed["draft"] / counts["retrieval"], run["settings"]["budget"])
         found.append(MeasuredPass(*work, seconds["retrieval"] / counts["retrieval"]))
     return found
+
+
+def _tokens_read(request: RunRequest, num_bytes: float) -> float:
+    """Tokens that a pass has seen if it has read so many bytes of keys and values."""
+    part = request.part
+    windows = sum(part.sliding_window(layer) or 0 for layer, place in enumerate(part.full_places) if place is None)
+    beyond = (num_bytes - windows * request.layer_token_bytes) / request.token_bytes
+    return max(beyond, num_bytes / part.kv_bytes_per_token(request.dtype))  # the second: fewer than a window

@@ -43,7 +43,7 @@ def test_text_of_random_settings_is_that_of_transformers(models, seed):
     directory, model = models[chance.choice(FAMILIES), chance.choice(STORED)]
     settings = {
         "tiers": chance.choice([1, 2, 3, 3]),
-        "budget": chance.choice([8, 32, 160, 4096]),
+        "budget": chance.choice([24, 32, 160, 4096]),
         "chunk_size": chance.choice([1, 8, 8, 24]),
         "refresh": chance.choice(["auto", "round", 3, "never"]),
         "block_length": chance.choice([None, 1, 6, 24, 60]),

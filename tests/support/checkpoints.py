@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 
@@ -36,3 +36,14 @@ def in_shards(directory: Path, model: PreTrainedModel, most: str = "180KB") -> N
     (directory / "model.safetensors").unlink()
     model.save_pretrained(directory, max_shard_size=most)
     assert len(list(directory.glob("model-0000?-of-00003.safetensors"))) == 3
+
+
+def wrap_text_model(directory: Path) -> None:
+    """Has the model in `directory` be the text model of a `Gemma3ForConditionalGeneration`, without the other ones."""
+    path = directory / "config.json"
+    text = json.loads(path.read_text())
+    outer = {name: text.pop(name) for name in ("quantization_config", "dtype") if name in text}
+    wrapped = {"architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3", "text_config": text}
+    path.write_text(json.dumps(wrapped | outer))
+    path = directory / "model.safetensors"
+    save_file({f"language_model.{name}": tensor.clone() for name, tensor in load_file(path).items()}, path)

@@ -281,7 +281,7 @@ def test_end_of_sequence_that_is_not_given_is_that_of_transformers(tmp_path, fam
 @pytest.mark.parametrize("name", PRESETS)
 def test_shapes_have_as_many_parameters_as_transformers_counts(name):
     for config, raw in zip(PRESETS[name].configs(), PRESETS[name].raw_configs, strict=False):
-        family = AutoConfig.for_model(**raw)
+        family = AutoConfig.for_model(**raw).get_text_config()
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(family)
         assert num_parameters(config) == sum(p.numel() for p in model.parameters())

@@ -8,7 +8,8 @@ from checkpoints import change_config
 from safetensors.torch import load_file, save_file
 from tiny import FAMILIES, random_tokens, save_family, tiny_shape
 from transformers import AutoModelForCausalLM, Gemma3Config, Gemma3ForConditionalGeneration, Gemma3TextConfig
-from triforce.kernels.layers import linear, rms_norm
+from triforce.kernels.layers import gated, linear, rms_norm
+from triforce.kernels.selection import padded_rows
 from triforce.offload.caches.full import FullCache
 from triforce.tp.decoder import Decoder
 from triforce.tp.errors import ModelError
@@ -171,6 +172,7 @@ def test_a_wrapped_configuration_without_its_text_model_is_refused(tmp_path):
         ({"hidden_activation": "silu"}, "activation 'silu', which is not supported; supported: gelu_pytorch_tanh"),
         ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "RoPE scaling 'dynamic'"),
         ({"rope_parameters": {"full_attention": {"rope_type": "longrope", "factor": 4.0}}}, "RoPE scaling 'longrope'"),
+        ({"rope_parameters": {"rope_type": "linear", "factor": 8.0}}, "which are for each type of layer"),
         ({"sliding_window": None}, "sliding_window None"),
         ({"layer_types": ["full_attention"]}, "one a layer"),
     ],
@@ -240,3 +242,30 @@ def test_embeddings_are_scaled_by_a_rounded_root(tmp_path):
     decoder = Decoder.load(tmp_path, dtype=torch.bfloat16, device=CPU)
     stored = load_file(tmp_path / "model.safetensors")["model.embed_tokens.weight"][5].bfloat16()
     assert torch.equal(decoder._embedded(torch.tensor([5]))[0], (stored.float() * 25.25).bfloat16())
+
+
+def test_lists_of_names_of_a_wrapped_model_are_understood(tmp_path):
+    weights = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32}
+    groups = {"group_0": {"targets": ["Linear"], "weights": weights, "input_activations": None}}
+    ignored = ["lm_head", "language_model.model.layers.1.mlp.down_proj", "model.language_model.layers.2.mlp.up_proj"]
+    few_bits = {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": groups}
+    (tmp_path / "config.json").write_text(
+        json.dumps(wrapped() | {"quantization_config": few_bits | {"ignore": ignored}})
+    )
+    stored = ModelConfig.load(tmp_path).quantisation
+    assert stored is not None
+    covered = {name: stored.covers(f"model.layers.{name}") for name in ("0.mlp.down_proj", "1.mlp.up_proj")}
+    covered |= {name: stored.covers(f"model.layers.{name}") for name in ("1.mlp.down_proj", "2.mlp.up_proj")}
+    assert list(covered.values()) == [True, True, False, False]
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu_pytorch_tanh"])
+def test_a_row_is_activated_alike_in_any_company(activation):
+    """PyTorch computes the ends of what each of three threads gets with other instructions."""
+    torch.set_num_threads(3)
+    both = torch.randn(17, 2 * 10240, generator=torch.Generator().manual_seed(0)).mul_(3)
+    with padded_rows(True):
+        alone = [gated(*row.unsqueeze(0).chunk(2, dim=-1), activation) for row in both]
+        for n in (2, 7, 17):
+            together = gated(*both[:n].chunk(2, dim=-1), activation)
+            assert torch.equal(together, torch.cat(alone[:n]))

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ..errors import ModelError, UsageError
-from .families import FAMILIES, Experts, Family, experts_of, plain_positions, sliding_windows
+from .families import FAMILIES, Experts, Family, experts_of, plain_name, plain_positions, sliding_windows
 from .quantisation import Quantisation, quantisation_of
 from .rope_option import parse_rope_scaling
 from .rope_scaling import ROPE_TYPES, RopeConfig, rope_parameters, rope_type
@@ -230,10 +230,19 @@ def _family(raw: dict[str, Any], directory: Path) -> Family:
 
 def _unwrapped(raw: dict[str, Any], directory: Path) -> dict[str, Any]:
     """The description of the text model that a `config.json` has among others, with what it says of all of them."""
-    text = raw.get("text_config")
+    text, ends = raw.get("text_config"), raw.get("eos_token_id")
     if not isinstance(text, dict):
         raise ModelError(f"{directory / 'config.json'} does not give 'text_config'")
-    return text | {name: value for name, value in raw.items() if name not in ("text_config", "model_type")}
+    found = raw | text | ({} if ends is None else {"eos_token_id": ends})
+    few_bits = found.get("quantization_config")
+    if isinstance(few_bits, dict):  # lists of names among it
+        found["quantization_config"] = {
+            key: [plain_name(one) if isinstance(one, str) else one for one in value]
+            if isinstance(value, list)
+            else value
+            for key, value in few_bits.items()
+        }
+    return found
 
 
 def _refuse_unsupported(raw: dict[str, Any], family: Family, directory: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -175,6 +176,15 @@ FAMILIES = {
     "Gemma3ForConditionalGeneration": replace(_GEMMA3, wrapped=True),
 }
 """The architectures that the decoder supports, by their names in `config.json`."""
+
+
+_WRAPPED = re.compile(r"(?:language_model\.|(model\.)language_model\.)(.*)")
+
+
+def plain_name(name: str) -> str:
+    """A name of a text model that may be one of several, without what the others do not have at its beginning."""
+    wrapped = _WRAPPED.fullmatch(name)
+    return (wrapped[1] or "") + wrapped[2] if wrapped else name
 
 
 def experts_of(family: Family, raw: dict[str, Any]) -> Experts | None:

@@ -44,6 +44,8 @@ class RopeConfig:
             KeyError, TypeError, ValueError: see `from_raw`.
         """
         by_type = raw.get("rope_parameters") or {}
+        if by_type and not by_type.keys() & {"full_attention", "sliding_attention"}:
+            raise ValueError(f"rope_parameters of {', '.join(by_type)}, which are for each type of layer")
         full = {"rope_theta": raw.get("rope_theta") or 1e6} | (by_type.get("full_attention") or {})
         full |= raw.get("rope_scaling") or {}
         windowed = {"rope_theta": raw.get("rope_local_base_freq") or 1e4} | (by_type.get("sliding_attention") or {})

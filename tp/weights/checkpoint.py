@@ -19,6 +19,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ..errors import ModelError
+from ..model.families import plain_name
 from .gguf_header import DENSE_FORMS, form_bytes
 from .weight_files import gguf_index, weight_files
 
@@ -27,9 +28,6 @@ _FORMATS = ("F16", "BF16", "F32", "F64", "float16", "bfloat16", "float32", "floa
 
 _NOT_COMPUTED = (".input_scale", ".input_zero_point", ".activation_scale", ".input_global_scale")
 """Ends of the names of what quantised activations would be computed with."""
-
-_WRAPPED = re.compile(r"(?:language_model\.|(model\.)language_model\.)(.*)")
-"""Names of a text model that is one of several: what the others do not have is at their beginning."""
 
 _OF_IMAGES = re.compile(r"(?:model\.)?(?:vision_tower|multi_modal_projector)\.")
 """Beginnings of the names of what only images need."""
@@ -73,16 +71,13 @@ class Checkpoint:
         self._safe: tuple[Path, _SafetensorsFile] | None = None  # the same
         self._gguf = _gguf_tensors(directory)
         self._paths: dict[str, Path] = {}
-        self._stored_names: dict[str, str] = {}  # of those that have another one in their file
+        self._stored_names: dict[str, str] = {}  # in the file
         for path in weight_files(directory):
             with self._opened(path) as stored:
                 for name in stored:
                     if not _OF_IMAGES.match(name):
-                        wrapped = _WRAPPED.fullmatch(name)
-                        plain = (wrapped[1] or "") + wrapped[2] if wrapped else name
-                        self._paths[plain] = path
-                        if wrapped:
-                            self._stored_names[plain] = name
+                        self._paths[plain_name(name)] = path
+                        self._stored_names[plain_name(name)] = name
         self._unread = set(self._paths)
 
     def read(
@@ -122,7 +117,7 @@ class Checkpoint:
             raise ModelError(f"the weights in {self._directory} lack the tensor {name}")
         path = self._paths[name]
         with self._opened(path) as file:
-            yield path, file[self._stored_names.get(name, name)]
+            yield path, file[self._stored_names[name]]
 
     def has(self, name: str) -> bool:
         """Whether there is a tensor of this name."""

@@ -10,6 +10,7 @@ from importlib.util import find_spec
 
 import psutil
 import pytest
+from checkpoints import wrap_text_model
 from command import TEXT, TRIFORCE, VOCABULARY, check_refusal, run_here, save_tokenizer, undocumented
 from comparisons import PROMPT_TOKENS, TOKENS, first_on_path, rows_of, save_deepspeed
 from quantised import FORMATS, save_quantised
@@ -31,14 +32,27 @@ def test_transformers_gets_the_numbers_that_quantised_weights_stand_for(compare,
     assert theirs["runs"][0]["token_ids"] == ours["runs"][0]["token_ids"]
 
 
-@pytest.mark.parametrize("form", ["Q4_K", "F16"])
-def test_transformers_gets_the_numbers_of_a_gguf_file(compare, tmp_path, forked_workers, monkeypatch, form):
+def test_transformers_gets_the_text_model_of_several(compare, tmp_path, forked_workers):
+    save_tokenizer(tmp_path / "target")
+    changes = {"vocab_size": VOCABULARY, "max_position_embeddings": 1024}
+    save_quantised(tmp_path / "target", FORMATS["gptq"], "gemma3", **changes)
+    wrap_text_model(tmp_path / "target")
+    of_model = {"model": tmp_path / "target", "draft": "none"}
+    outcome, document = compare("transformers", json_path=tmp_path / "runs.json", **of_model)
+    assert outcome.code == 0, outcome
+    ours, theirs = document["systems"]
+    assert theirs["failure"] is None and theirs["first_difference"] is None
+    assert theirs["runs"][0]["token_ids"] == ours["runs"][0]["token_ids"]
+
+
+@pytest.mark.parametrize(("family", "form"), [("qwen3", "Q4_K"), ("qwen3", "F16"), ("gemma3", "Q8_0")])
+def test_transformers_gets_the_numbers_of_a_gguf_file(compare, tmp_path, forked_workers, monkeypatch, family, form):
     pytest.importorskip("gguf", reason="the package gguf writes the file")
     from gguf import GGMLQuantizationType as Form
     from gguf_files import save_gguf
 
     monkeypatch.setenv("TRIFORCE_HOME", str(tmp_path / "home"))
-    save_gguf(tmp_path / "target", "qwen3", lambda name: Form[form])
+    save_gguf(tmp_path / "target", family, lambda name: Form[form])
     of_model = {"model": tmp_path / "target.gguf", "draft": "none"}
     outcome, document = compare("transformers", json_path=tmp_path / "runs.json", **of_model)
     assert outcome.code == 0, outcome

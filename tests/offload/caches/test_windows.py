@@ -155,3 +155,20 @@ def test_a_saved_text_of_another_slack_is_as_good(gemma, tmp_path):
     prompt = [*BOOK[:1500], *BOOK[40:70]]
     text, reused = answer(root, asked, prompt, contexts=ContextRequest("book"))
     assert text == greedy_oracle(model, prompt, 12) and reused == 1500
+
+
+def test_no_more_is_taken_over_than_was_restored(gemma, tmp_path):
+    """With other chunks a layer has room for more tokens than were saved of it."""
+    root, model = gemma
+    store = ContextStore(tmp_path, segment_tokens=4096)
+    engine(root, store).read(BOOK[:2390], "book")
+    asked = engine(root, store, chunk_size=500, budget=1000)
+    whole = [*BOOK[:2390], *BOOK[40:70]]
+    text, reused = answer(root, asked, whole, contexts=ContextRequest("book"))
+    assert text == greedy_oracle(model, whole, 12) and reused == 2390
+    for shared in (700, 1100, 1400, 1900):
+        asked = engine(root, store, chunk_size=500, budget=1000)
+        answer(root, asked, whole, contexts=ContextRequest("book"))
+        prompt = [*BOOK[:shared], *BOOK[10:60]]
+        text, reused = answer(root, asked, prompt)
+        assert text == greedy_oracle(model, prompt, 12) and reused in (0, shared)

@@ -172,7 +172,11 @@ def _load_expanded(directory: Path, config: ModelConfig, job: Job) -> Any:
     read |= {name: checkpoint.read(name, *checkpoint.shape(name)) for name in checkpoint.unread()}
     if config.experts:
         _stack_experts(read, config.experts, config.num_layers)
+    if config.float32_norms and not config.zero_centred_norms:  # transformers adds the 1 that they have already
+        for name in [name for name in read if name.endswith("norm.weight")]:
+            read[name] = (checkpoint.read(name, *checkpoint.shape(name), dtype=torch.float32) - 1.0).to(dtype)
     theirs: Any = transformers.AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+    theirs = theirs.get_text_config()  # of several models
     if hasattr(theirs, "quantization_config"):
         del theirs.quantization_config
     make: Any = transformers.AutoModelForCausalLM.from_config
