@@ -408,7 +408,7 @@ class KeptCache:
             failure = error
         reasons = decoder.ranks.gather(str(failure) if failure else None)
         short = next((rank for rank, reason in enumerate(reasons) if reason is not None), None)
-        if blocks is None or short is not None:
+        if blocks is None or windows is None or short is not None:
             blocks = windows = None  # or the error would hold them
             try:
                 raise failure or CapacityError(f"rank {short}: {reasons[short or 0]}")
