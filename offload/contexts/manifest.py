@@ -122,7 +122,7 @@ class Manifest:
 
     @property
     def kv_bytes(self) -> int:
-        return self.saved * self.shape.token_bytes
+        return self.shape.kv_bytes(self.saved, self.segment_tokens)
 
     @property
     def packed_segments(self) -> int:
@@ -138,7 +138,8 @@ class Manifest:
     def bytes_to_write(self, tokens: int, saved: int, packed: bool) -> int:
         """What of so many tokens is still to be written, where `saved` of them are there: a last segment that is not
         full is written again with what follows it."""
-        return self.shape.saved_bytes(tokens - saved // self.segment_tokens * self.segment_tokens, packed)
+        missing = tokens - saved // self.segment_tokens * self.segment_tokens
+        return self.shape.saved_bytes(missing, self.segment_tokens, packed)
 
     def chain_before(self, index: int) -> str:
         """The chain that segment `index` goes on from."""
@@ -160,6 +161,8 @@ class Manifest:
         described = {"format": VERSION if self.packed_segments else 1, **asdict(self)}
         if self.origin == "operator":
             del described["origin"]  # as in manifests of versions that know no other
+        if not self.shape.last_tokens:
+            del described["shape"]["last_tokens"]  # the same
         content = json.dumps(described | {"checksum": _checksum(described)}, ensure_ascii=False, indent=1)
         disk.write_whole(directory / FILE_NAME, content.encode())
 
@@ -284,7 +287,11 @@ def _shape(raw: dict[str, Any]) -> Shape:
     dtype = _text(raw["dtype"], "dtype")
     if dtype not in DTYPES:
         _refuse(f"impossible numbers: {reprlib.repr(dtype)}")
-    return Shape(layers, heads, head_dim, dtype)
+    given = raw.get("last_tokens", [])
+    if type(given) is not list or len(given) not in (0, layers):
+        _refuse_value("last_tokens", given)
+    last_tokens = tuple(_whole(one, "last_tokens", _MOST_TOKENS, least=0) for one in given)
+    return Shape(layers, heads, head_dim, dtype, last_tokens)
 
 
 def _whole(value: object, name: str, most: int, least: int = 1) -> int:

@@ -15,6 +15,7 @@ import torch
 from ...kernels.packing import packs_fast
 from ...tp.decoder import Decoder
 from ...tp.devices import synchronize
+from ...tp.model.config import ModelConfig
 from ...tp.parallel.ranks import Ranks
 from ...tp.parallel.split import Split
 from ..caches.recent_mass import RECENT_ROWS
@@ -72,7 +73,7 @@ class ModelContexts:
         self.store, self._directory, self._name = store, directory, name
         config = target.config
         dtype = str(target.dtype).removeprefix("torch.")
-        self.shape = Shape(config.num_layers, config.num_kv_heads, config.head_dim, dtype)
+        self.shape = Shape(config.num_layers, config.num_kv_heads, config.head_dim, dtype, _last_tokens(config))
         self._config, self._dtype, self._ranks = config, target.dtype, target.ranks
         self.packs = pack == "on" or (pack == "auto" and dtype == PACKABLE and packs_fast(torch.device("cpu")))
         """Whether what is saved is packed. What is saved already stays as it is."""
@@ -223,6 +224,13 @@ class ModelContexts:
     def _rope_is_fixed(self, prompt_tokens: int) -> bool:
         rope = self._config.rope
         return rope.type != "dynamic" or prompt_tokens <= rope.original_positions
+
+
+def _last_tokens(config: ModelConfig) -> tuple[int, ...]:
+    """See `Shape`: of layers that keep the last tokens only what they see before the end of a segment, or before a few
+    tokens less."""
+    windows = [0 if place is not None else config.sliding_window(i) or 0 for i, place in enumerate(config.full_places)]
+    return tuple(window and window + RECENT_ROWS for window in windows) if any(windows) else ()
 
 
 def _must_save(request: ContextRequest) -> bool:

@@ -153,7 +153,7 @@ class Saver:
             part = self._part(first, stop, (heads.first, heads.stop))
             contents = self._manifest.contents(segment, part)
             if order.origin == "client":
-                self._store.check_reserve(contents.shape.saved_bytes(segment.tokens, order.packed))
+                self._store.check_reserve(contents.shape.saved_bytes(segment.tokens, segment.tokens, order.packed))
             layer_by_layer = (pieces() for pieces in layers)
             write_segment(self._store.disk, order.directory / part.file, contents, token_ids, layer_by_layer)
         layers.clear()  # they may hold copies

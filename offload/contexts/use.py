@@ -200,7 +200,8 @@ class ContextUse:
                 for segment, part, file, heads in files:
                     if head not in heads or segment.stop <= start:
                         continue
-                    rows = segment.first - start, min(segment.stop, stop) - start
+                    saved = segment.first + file.contents.first_token(layer)
+                    rows = saved - start, min(segment.stop, stop) - start
                     try:
                         file.read(layer, head, *(list(half.cut(*rows)) for half in halves))
                     except DamagedError as error:
@@ -216,7 +217,8 @@ class ContextUse:
                 @torch.inference_mode()
                 def restore(layer: int) -> None:
                     first = full.first_restored(layer, stop)
-                    start = max(segment.first for segment in prefix.segments if segment.first <= first)
+                    saved = {segment.first + file.contents.first_token(layer) for segment, _, file, _ in files}
+                    start = max((one for one in saved if one <= first), default=0)
 
                     def read_heads(pieces: list[Tensor]) -> None:
                         list((map if by_layer else of_heads.map)(partial(read, layer, start, pieces), held))

@@ -12,7 +12,7 @@ from triforce.offload.system import THIS_MACHINE
 
 FAMILIES = ("qwen3-moe", "mixtral", "gemma3")
 STORED = (None, None, "gptq", "gptq-8-bits", "fp8", "packed-zeros")
-NEW = 40
+NEW = 24
 
 
 class Models(dict):
@@ -60,7 +60,8 @@ def test_text_of_random_settings_is_that_of_transformers(models, seed):
     engine = Engine.load(directory, draft, device="cpu", dtype="float32", system=system, **settings)
     text = engine.generate(prompt, Sampling(0.0), NEW, ignore_eos=True).token_ids
     assert text == greedy_oracle(model, prompt, NEW), settings
-    turn = [*prompt, *text, *random_tokens(chance.choice([1, 40]), seed=seed + 1)]
-    text = engine.generate(turn, Sampling(0.0), NEW, ignore_eos=True).token_ids
-    assert text == greedy_oracle(model, turn, NEW), settings
+    if seed % 3 == 0:
+        turn = [*prompt, *text, *random_tokens(chance.choice([1, 40]), seed=seed + 1)]
+        text = engine.generate(turn, Sampling(0.0), NEW, ignore_eos=True).token_ids
+        assert text == greedy_oracle(model, turn, NEW), settings
     engine.close()

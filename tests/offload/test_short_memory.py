@@ -106,7 +106,7 @@ def fall_short(models, seed, ranks=1):
     ]
     in_slices, by_hand, gpu_bytes = chance.random() < 0.5, chance.random() < 0.5, GPU_BYTES
     compiled = chance.random() < 0.5 and loaded() is not None
-    asked = ledger.request_of(models, settings | {"resident": 0}, length + 300, ranks)
+    asked = ledger.request_of(models / "target", settings | {"resident": 0}, length + 300, ranks)
     asked = replace(asked, limits=limits, gpu_bytes=gpu_bytes, kernels=compiled, sequences=len(requests))
     streamed = make_plan(asked)
     resident = int(chance.uniform(0.3, 0.8) * streamed.kv)

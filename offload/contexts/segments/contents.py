@@ -40,20 +40,29 @@ class Shape:
     head_dim: int
     dtype: str
     """PyTorch's name for it, such as `bfloat16`."""
+    last_tokens: tuple[int, ...] = ()
+    """Of each layer how many of a segment's tokens are saved, the last ones; 0, or no entry: all."""
 
     @property
     def row_bytes(self) -> int:
         """Bytes of a key, or of a value."""
         return self.head_dim * DTYPES[self.dtype][1]
 
-    @property
-    def token_bytes(self) -> int:
-        return 2 * self.num_layers * self.num_kv_heads * self.row_bytes
+    def kv_bytes(self, tokens: int, segment_tokens: int) -> int:
+        """Bytes of the keys and values that are saved of so many tokens, in segments of so many."""
+        whole, rest = divmod(tokens, segment_tokens)
+        lasts = [self.last_of(layer) for layer in range(self.num_layers)]
+        kept = sum(whole * min(last, segment_tokens) + min(last, rest) if last else tokens for last in lasts)
+        return 2 * self.num_kv_heads * self.row_bytes * kept
 
-    def saved_bytes(self, tokens: int, packed: bool) -> int:
-        """Bytes that the keys and values of so many tokens take in files, about: if packed, as if all packed."""
+    def last_of(self, layer: int) -> int:
+        """See `last_tokens`."""
+        return self.last_tokens[layer] if self.last_tokens else 0
+
+    def saved_bytes(self, tokens: int, segment_tokens: int, packed: bool) -> int:
+        """Bytes that they take in files, about: if packed, as if all packed."""
         share = Layout(1, PACKED_RUN, self.head_dim).slot_bytes / (PACKED_RUN * self.row_bytes) if packed else 1
-        return round(tokens * self.token_bytes * share)
+        return round(self.kv_bytes(tokens, segment_tokens) * share)
 
 
 @dataclass(frozen=True)
@@ -89,6 +98,15 @@ class Contents:
     def runs_of(self, tokens: int) -> int:
         """Runs that hold the first `tokens` tokens."""
         return -(-tokens // self.run)
+
+    def first_run(self, layer: int) -> int:
+        """The first run of a layer that is saved."""
+        last = self.shape.last_of(layer)
+        return max(0, self.tokens - last) // self.run if last else 0
+
+    def first_token(self, layer: int) -> int:
+        """Its first token, counted in the segment."""
+        return self.first_run(layer) * self.run
 
     def bounds(self, run: int) -> tuple[int, int]:
         """The first token of a run, and the one behind its last, counted in the segment."""

@@ -98,14 +98,15 @@ class SegmentFile:
             DamagedError: they are not what was written.
         """
         if isinstance(self.layout, PackedLayout):
-            for first in range(0, self.contents.runs, _RUNS_AT_ONCE):
+            for first in range(self.contents.first_run(layer), self.contents.runs, _RUNS_AT_ONCE):
                 self._read_runs(self.layout, layer, kv_head, first, min(first + _RUNS_AT_ONCE, self.contents.runs))
         else:
-            size = self.contents.tokens * self.contents.shape.row_bytes
+            size = (self.contents.tokens - self.contents.first_token(layer)) * self.contents.shape.row_bytes
             self.read(layer, kv_head, [memoryview(bytearray(size))], [memoryview(bytearray(size))])
 
     def read(self, layer: int, kv_head: int, keys: Sequence[memoryview], values: Sequence[memoryview]) -> None:
-        """Reads the first tokens of a KV head in a layer into memory, as many as that holds, and checks them.
+        """Reads the first tokens of a KV head that are saved in a layer into memory, as many as that holds, and checks
+        them.
 
         Args:
             kv_head: counted in the model.
@@ -123,15 +124,16 @@ class SegmentFile:
     def _read_raw(self, layout: RawLayout, layer: int, kv_head: int, halves: Sequence[SegmentRows]) -> None:
         contents = self.contents
         head, row, wanted = kv_head - contents.kv_heads[0], contents.shape.row_bytes, len(halves[0])
-        runs = contents.runs_of(wanted)
-        rest = contents.bounds(runs - 1)[1] - wanted if runs else 0  # a checksum is of a whole run
+        before = contents.first_token(layer)
+        runs = contents.runs_of(before + wanted)
+        rest = contents.bounds(runs - 1)[1] - before - wanted if wanted else 0  # a checksum is of a whole run
         whole = [SegmentRows([*rows.parts, memoryview(bytearray(rest * row))], row) for rows in halves]
         for half, rows in enumerate(whole):
             self._scatter(layout.half_start(layer, head, half), rows.parts)
-        for run in range(runs):
-            found = xxhash.xxh3_64()
+        for run in range(contents.first_run(layer), runs):
+            found, (start, stop) = xxhash.xxh3_64(), contents.bounds(run)
             for rows in whole:
-                for part in rows.cut(*contents.bounds(run)):
+                for part in rows.cut(start - before, stop - before):
                     found.update(part)
             self._compare(layer, kv_head, run, found.intdigest())
 
@@ -139,12 +141,13 @@ class SegmentFile:
         from .unpacking import PackedRuns  # which imports PyTorch: to check files needs none
 
         contents, head = self.contents, kv_head - self.contents.kv_heads[0]
-        wanted = contents.runs_of(len(halves[0]))
-        for first in range(0, wanted, _RUNS_AT_ONCE):
+        before = contents.first_token(layer)
+        wanted = contents.runs_of(before + len(halves[0]))
+        for first in range(contents.first_run(layer), wanted, _RUNS_AT_ONCE):
             stop = min(first + _RUNS_AT_ONCE, wanted)
             runs = PackedRuns(layout, layer, head, first, self._read_runs(layout, layer, kv_head, first, stop))
             for half, rows in enumerate(halves):
-                here = rows.cut(contents.bounds(first)[0], contents.bounds(stop - 1)[1])
+                here = rows.cut(contents.bounds(first)[0] - before, contents.bounds(stop - 1)[1] - before)
                 runs.unpack(half, SegmentRows(list(here), rows.row_bytes))
 
     def _read_runs(self, layout: PackedLayout, layer: int, kv_head: int, first: int, stop: int) -> np.ndarray:

@@ -11,6 +11,9 @@ where it does not fit into a slot or takes no less there; it begins at a multipl
 the last run are padded up to a multiple of 64 by repeating the last one. Then come `packed`, a byte for each layer, KV
 head, run and half that says whether it is a slot, the token ids, and checksums of the runs as they are in the file.
 
+Of a layer of which only a segment's last tokens are saved (`Shape.last_tokens`) the runs before the first of these are
+left out; their checksums are 0.
+
 In both every tensor begins at a multiple of 4,096 bytes, so that files can be read past the page cache, and a layer is
 read in one piece. A file may hold some of the model's KV heads, those of one rank. Its header follows from `Contents`,
 and from what is packed: a reader that knows what a file must hold compares the header byte by byte.
@@ -20,6 +23,7 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
+from itertools import accumulate
 from math import gcd
 from typing import Any, Self
 
@@ -100,30 +104,31 @@ class RawLayout(SegmentLayout):
     def __init__(self, contents: Contents) -> None:
         super().__init__(contents)
         layers, heads, shape = contents.shape.num_layers, contents.heads, contents.shape
-        size = [heads, 2, self.padded, shape.head_dim]
+        padded = [self.padded(layer) for layer in range(layers)]
+        self._half_bytes = [tokens * shape.row_bytes for tokens in padded]
+        sizes = [2 * heads * size for size in self._half_bytes]
+        self._layer_start = [0, *accumulate(sizes)]
         kind, _ = DTYPES[shape.dtype]
-        described = self._described(kind, [size] * layers, [2 * heads * self.half_bytes] * layers, None)
+        described = self._described(kind, [[heads, 2, tokens, shape.head_dim] for tokens in padded], sizes, None)
         self.header = framed(described, aligned(8 + len(described)))
 
-    @property
-    def padded(self) -> int:
+    def padded(self, layer: int) -> int:
         """Tokens that the file has room for."""
         row = self.contents.shape.row_bytes
         granule = 64 * (_ALIGNMENT // gcd(_ALIGNMENT, 64 * row))
-        return -(-self.contents.tokens // granule) * granule
+        return -(-(self.contents.tokens - self.contents.first_token(layer)) // granule) * granule
 
-    @property
-    def half_bytes(self) -> int:
-        """Of the keys, or the values, of one head in one layer."""
-        return self.padded * self.contents.shape.row_bytes
+    def half_bytes(self, layer: int) -> int:
+        """Of the keys, or the values, of one head in a layer."""
+        return self._half_bytes[layer]
 
     def half_start(self, layer: int, head: int, half: int) -> int:
         """Where in the file the keys (`half` 0) or values (1) of a head begin."""
-        return self.data_start + ((layer * self.contents.heads + head) * 2 + half) * self.half_bytes
+        return self.data_start + self._layer_start[layer] + (head * 2 + half) * self._half_bytes[layer]
 
     @property
     def ids_start(self) -> int:
-        return self.half_start(self.contents.shape.num_layers, 0, 0)
+        return self.data_start + self._layer_start[-1]
 
 
 class PackedLayout(SegmentLayout):
@@ -134,6 +139,8 @@ class PackedLayout(SegmentLayout):
         super().__init__(contents)
         self.packed = packed
         sizes = np.where(packed, slot_sizes(contents), raw_sizes(contents))
+        for layer in range(contents.shape.num_layers):
+            sizes[layer, :, : contents.first_run(layer)] = 0
         self._size = sizes
         ends = sizes.reshape(*sizes.shape[:2], -1).cumsum(2)
         self._within = (ends - sizes.reshape(ends.shape)).reshape(sizes.shape)

@@ -26,7 +26,7 @@ def write_segment(
     Args:
         token_ids: those of the segment.
         layers: of each layer the keys and values in pieces `[2, heads, any, head_dim]` in host memory, in the order of
-            positions, `contents.tokens` in all.
+            positions, `contents.tokens` in all; those that are not saved are any.
 
     Returns:
         The checksum of the file's checksums, and of what is packed, for the manifest.
@@ -52,19 +52,20 @@ def _write_raw(file: BinaryIO, contents: Contents, layers: Iterable[Sequence[Ten
     """Writes the header and all layers. The checksums."""
     layout, row = RawLayout(contents), contents.shape.row_bytes
     sums = np.zeros((contents.shape.num_layers, contents.heads, contents.runs), dtype="<u8")
-    padding = bytes(layout.half_bytes - contents.tokens * row)
     write_all(file, layout.header)
     for layer, pieces in enumerate(layers):
+        runs = range(contents.first_run(layer), contents.runs)
+        padding = bytes(layout.half_bytes(layer) - (contents.tokens - contents.first_token(layer)) * row)
         for head in range(contents.heads):
-            hashes = [xxhash.xxh3_64() for _ in range(contents.runs)]
+            hashes = {run: xxhash.xxh3_64() for run in runs}
             for half in (0, 1):
                 rows = SegmentRows.of(pieces, half, head, row)
-                for run in range(contents.runs):
+                for run in runs:
                     for part in rows.cut(*contents.bounds(run)):
                         write_all(file, part)
                         hashes[run].update(part)
                 write_all(file, padding)
-            sums[layer, head] = [one.intdigest() for one in hashes]
+            sums[layer, head, runs.start :] = [one.intdigest() for one in hashes.values()]
     return sums.tobytes()
 
 
@@ -74,9 +75,10 @@ def _write_packed(file: BinaryIO, contents: Contents, layers: Iterable[Sequence[
     flags = np.zeros(flags_shape(contents), dtype=bool)
     file.seek(PackedLayout(contents, flags).data_start)
     for layer, pieces in enumerate(layers):
+        first = contents.first_run(layer)
         for head in range(contents.heads):
             written = 0
-            for run, (packed, halves) in enumerate(_packed_runs(contents, pieces, head)):
+            for run, (packed, halves) in enumerate(_packed_runs(contents, pieces, head, first), first):
                 flags[layer, head, run] = packed
                 found = xxhash.xxh3_64()
                 for half in halves:
@@ -89,41 +91,41 @@ def _write_packed(file: BinaryIO, contents: Contents, layers: Iterable[Sequence[
 
 
 def _packed_runs(
-    contents: Contents, pieces: Sequence[Tensor], head: int
+    contents: Contents, pieces: Sequence[Tensor], head: int, first: int
 ) -> Iterator[tuple[list[bool], list[memoryview]]]:
-    """Of each run of a head, which of its halves are packed, and the bytes of both."""
+    """Of each run of a head from the `first` on, which of its halves are packed, and the bytes of both."""
     import torch
 
     values = torch.cat([piece[:, head] for piece in pieces], dim=1)  # [2, tokens, head_dim]
-    slots, raw_bytes = [_slots(contents, half) for half in values], raw_sizes(contents)[:, 0]
-    for run in range(contents.runs):
+    slots, raw_bytes = [_slots(contents, half, first) for half in values], raw_sizes(contents)[:, 0]
+    for run in range(first, contents.runs):
         start, stop = contents.bounds(run)
         halves = []
         for half in (0, 1):
-            slot = slots[half][run]
+            slot = slots[half][run - first]
             if slot is None:
                 raw = values[half, start:stop].reshape(-1).view(torch.uint8).numpy()
                 halves.append(np.pad(raw, (0, int(raw_bytes[run]) - len(raw))).data)
             else:
                 halves.append(slot.numpy().data)
-        yield [slots[half][run] is not None for half in (0, 1)], halves
+        yield [slots[half][run - first] is not None for half in (0, 1)], halves
 
 
-def _slots(contents: Contents, values: Tensor) -> list[Tensor | None]:
-    """The slots of a head's keys, or its values, `[tokens, head_dim]`: one for each run; `None` for one that does not
-    fit, or is smaller raw."""
+def _slots(contents: Contents, values: Tensor, first: int) -> list[Tensor | None]:
+    """The slots of a head's keys, or its values, `[tokens, head_dim]`: one for each run from the `first` on; `None` for
+    one that does not fit, or is smaller raw."""
     import torch
 
     from ....kernels.packing import pack
 
     whole = contents.tokens // PACKED_RUN
     found: list[Tensor | None] = []
-    if whole:
-        slots, fits = pack(values[: whole * PACKED_RUN].view(whole, 1, PACKED_RUN, -1))
+    if whole > first:
+        slots, fits = pack(values[first * PACKED_RUN : whole * PACKED_RUN].view(whole - first, 1, PACKED_RUN, -1))
         found += [slot if fit else None for slot, fit in zip(slots, fits.tolist(), strict=True)]
     rest = values[whole * PACKED_RUN :]
     if len(rest):
         padding = rest[-1:].expand(slot_layout(contents, whole).tokens - len(rest), -1)
         slot, fit = pack(torch.cat((rest, padding)).unsqueeze(0))
         found.append(slot if fit else None)
-    return [slot if worth else None for slot, worth in zip(found, pays(contents).tolist(), strict=True)]
+    return [slot if worth else None for slot, worth in zip(found, pays(contents)[first:].tolist(), strict=True)]

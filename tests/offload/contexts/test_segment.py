@@ -2,6 +2,8 @@
 
 import json
 import random
+from dataclasses import replace
+from itertools import cycle, islice
 
 import pytest
 import torch
@@ -23,13 +25,15 @@ CHAIN = "0" * 32
 class Case:
     """A random shape, keys and values of a segment, and a file with all or some of its heads."""
 
-    def __init__(self, path, seed, tokens=None, packed=False, kind=None):
-        """Args: `kind` is of the numbers, see `oracles.kv_block`; `None` is any bits."""
+    def __init__(self, path, seed, tokens=None, packed=False, kind=None, last=()):
+        """Args: `kind` is of the numbers, see `oracles.kv_block`; `None` is any bits. `last` are by turns the tokens of
+        layers that are saved, see `Shape`."""
         self.rng = rng = random.Random(seed)
         self.path = path
         tokens = tokens or rng.choice([1, 2, 63, 64, 65, 1023, 1024, 1025, rng.randint(1, 3000)])
         dtype = "bfloat16" if packed else rng.choice(["float32", "bfloat16", "float16"])
         shape = Shape(rng.randint(1, 3), rng.choice([1, 2, 3, 8]), rng.choice([24, 32, 64]), dtype)
+        shape = replace(shape, last_tokens=tuple(islice(cycle(last), shape.num_layers)))
         first_head = rng.randrange(shape.num_kv_heads)
         heads = (first_head, rng.randint(first_head + 1, shape.num_kv_heads))
         self.token_ids = random_tokens(tokens, 2**31 - 1, seed)
@@ -154,6 +158,44 @@ def test_damage_is_found_where_it_is_and_does_not_hurt_what_is_before_it(tmp_pat
             case.read(layer, [other], contents.tokens)
 
 
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("seed", range(12))
+def test_the_last_tokens_of_some_layers_are_saved_alone(tmp_path, seed, packed):
+    kind = "normal" if packed else None
+    tokens = random.Random(seed).choice([40, 1500, 2048, 4000])
+    case = Case(tmp_path / "segment.safetensors", seed, tokens, packed, kind, last=(90, 0, 600))
+    whole = Case(tmp_path / "whole.safetensors", seed, tokens, packed, kind)
+    contents = case.contents
+    for layer in range(contents.shape.num_layers):
+        first = contents.first_token(layer)
+        last = contents.shape.last_of(layer)
+        assert first <= max(0, tokens - last) < first + contents.run if last else first == 0
+        for stop in (tokens, case.rng.randint(first + 1, tokens)):
+            want = case.kv[layer][:, :, first:stop]
+            assert torch.equal(bits(case.read(layer, range(contents.heads), stop - first)), bits(want))
+        with SegmentFile(case.path, contents, case.checksum) as file:
+            for head in range(*contents.kv_heads):
+                file.check(layer, head)
+    saved, all_of = case.path.stat().st_size, whole.path.stat().st_size
+    assert saved < all_of if tokens > 600 + contents.run else saved <= all_of + 4096
+    assert contents.shape.kv_bytes(tokens, 500) <= whole.contents.shape.kv_bytes(tokens, 500)
+    assert all(f"layer.{layer}" in load_file(case.path) for layer in range(contents.shape.num_layers))
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_damage_in_what_is_saved_of_a_layer_is_found(tmp_path, packed):
+    case = Case(tmp_path / "segment.safetensors", 1, 4000, packed, "normal" if packed else None, last=(600,))
+    contents = case.contents
+    first, layer = contents.first_token(0), contents.shape.num_layers - 1
+    with SegmentFile(case.path, contents) as file:
+        start = (
+            file.layout.half_start(layer, 0, contents.runs - 1, 0) if packed else file.layout.half_start(layer, 0, 1)
+        )
+    case.flip(start + 5)
+    with pytest.raises(DamagedError, match=f"layer {layer}"):
+        case.read(layer, [0], 4000 - first)
+
+
 PACKED_KINDS = ["normal", "any bits", "some zeros", "few any bits"]
 """Numbers of which all, no, or some runs fit into slots."""
 
@@ -192,7 +234,7 @@ def test_a_packed_segment_never_takes_more_than_a_raw_one_and_usually_three_quar
     if kind == "normal":
         padding = 4096 * (4 + contents.shape.num_layers * contents.heads)
         assert packed_bytes < 0.77 * raw_bytes + padding
-        share = contents.shape.saved_bytes(8192, True) / (8192 * contents.shape.token_bytes)
+        share = contents.shape.saved_bytes(8192, 8192, True) / contents.shape.kv_bytes(8192, 8192)
         assert share == pytest.approx(packed_bytes / raw_bytes, rel=0.02), "what is said before it is written"
 
 
