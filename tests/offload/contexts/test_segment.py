@@ -188,9 +188,11 @@ def test_damage_in_what_is_saved_of_a_layer_is_found(tmp_path, packed):
     contents = case.contents
     first, layer = contents.first_token(0), contents.shape.num_layers - 1
     with SegmentFile(case.path, contents) as file:
-        start = (
-            file.layout.half_start(layer, 0, contents.runs - 1, 0) if packed else file.layout.half_start(layer, 0, 1)
-        )
+        where = file.layout
+        if isinstance(where, PackedLayout):
+            start = where.half_start(layer, 0, contents.runs - 1, 0)
+        else:
+            start = where.half_start(layer, 0, 1)
     case.flip(start + 5)
     with pytest.raises(DamagedError, match=f"layer {layer}"):
         case.read(layer, [0], 4000 - first)
