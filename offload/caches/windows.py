@@ -194,5 +194,7 @@ class WindowBlocks:
         held.first = held.stop = start  # what is read may turn out to be damaged
         read([piece])
         k, v = piece.to(held.blocks.device)
+        if start < stop:
+            held.of(start // held.size).zero_()  # of which some before may be what was read and was damaged
         held.write(start, k, v)
         held.first = max(start, self.first_seen(layer, stop))  # what is before that may not have been saved

@@ -23,7 +23,7 @@ from .segments.contents import DTYPES, PACKABLE, SEGMENT, Contents, Shape
 from .segments.file import SegmentFile
 
 FILE_NAME = "manifest.json"
-VERSION = 2
+VERSION = 3
 """The newest format. A manifest without packed segments says 1, which older versions read too."""
 
 MOST_BYTES = 2**24
@@ -158,7 +158,8 @@ class Manifest:
 
     def write(self, disk: Disk, directory: Path) -> None:
         """Puts it in place of the one in `directory`, durably."""
-        described = {"format": VERSION if self.packed_segments else 1, **asdict(self)}
+        version = VERSION if self.shape.last_tokens else 2 if self.packed_segments else 1
+        described = {"format": version, **asdict(self)}
         if self.origin == "operator":
             del described["origin"]  # as in manifests of versions that know no other
         if not self.shape.last_tokens:

@@ -204,8 +204,13 @@ class ModelContexts:
         the end of each segment are saved."""
         if None not in self._config.full_places:
             return tokens
-        if save and prefix.manifest.segment_tokens != save.manifest.segment_tokens:
-            return 0  # what is saved goes on from whole segments
+        if save:
+            size = save.manifest.segment_tokens
+            if prefix.manifest.segment_tokens != size:
+                return 0  # what is saved goes on from whole segments
+            # What is written again is to hold what its windows see before its last few tokens, too.
+            first = tokens // size * size
+            tokens = max(first, min(tokens, min(first + size, len(save.token_ids)) - RECENT_ROWS))
         ends = [0, *(segment.stop for segment in prefix.manifest.segments)]
         reached = next((end for end in ends if end >= tokens), tokens)
         return tokens if reached - tokens <= RECENT_ROWS else max(end for end in ends if end <= tokens)

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ...tp.parallel.ranks import Ranks
 from ..caches.full import FullCache
+from ..caches.recent_mass import RECENT_ROWS
 from ..transfer.link import LinkError
 from .manifest import ContextError, Manifest, Origin, Part, Segment
 from .segments.contents import DamagedError, chained
@@ -97,7 +98,7 @@ class Saver:
             stop = min(first + self._manifest.segment_tokens, tokens)
             if stop > full.length or not self._agree():
                 return
-            if not full.reaches(stop):
+            if not (full.reaches(stop) and full.reaches(max(first, stop - RECENT_ROWS))):
                 self.failure = "its layers with sliding windows have not kept what is to be saved"
                 return
             full.blocks.drain()

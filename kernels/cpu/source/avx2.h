@@ -36,6 +36,15 @@ VEC float vec_largest(__m256 x)
     return _mm_cvtss_f32(_mm_max_ss(y, _mm_movehdup_ps(y)));
 }
 
+/* The nearest bfloat16, ties to even; what is no number stays none. */
+VEC __m256 vec_rounded(__m256 x)
+{
+    const __m256i bits = _mm256_castps_si256(x), odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+    const __m256i up = _mm256_add_epi32(_mm256_add_epi32(bits, _mm256_set1_epi32(0x7fff)), odd);
+    const __m256 rounded = _mm256_castsi256_ps(_mm256_and_si256(up, _mm256_set1_epi32((int)0xffff0000)));
+    return _mm256_blendv_ps(rounded, x, _mm256_cmp_ps(x, x, _CMP_UNORD_Q));
+}
+
 VEC __m256 vec_first(__m256 words)
 {
     return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_castps_si256(words), 16));

@@ -12,6 +12,7 @@
 
 #if defined(__x86_64__) && defined(__GNUC__)
 #define HAS_AVX2
+#include "avx2.h"
 #endif
 
 #define SMALL_WORK ((int64_t)1 << 16) /* numbers below which starting other threads takes longer than it saves */
@@ -219,6 +220,83 @@ void triforce_expand_row_of_blocks(const uint8_t *row, int form, void *out, int6
     (void)level;
     expand_plain(row, form, is_bf16, out, inputs);
 }
+
+#ifdef HAS_AVX2
+/* The products of an output with `n` rows of `x`, `inputs` apart. */
+VEC void multiply_form(const uint8_t *row, int form, int is_bf16, const float *x, int n, int64_t inputs, float *out,
+                       int64_t out_stride)
+{
+    Values some;
+    const int of_block = inputs_of(form), run = run_of(form);
+    const __m256i zero = _mm256_set1_epi32(zero_of(form));
+    __m256 sums[MOST_ROWS_OF_BLOCKS];
+    for (int r = 0; r < n; r++)
+        sums[r] = vec_zero();
+    for (int64_t first = 0; first < inputs; first += INPUTS) {
+        const int count = inputs - first < INPUTS ? (int)(inputs - first) : INPUTS;
+        for (int i = 0; i < count; i += of_block, row += bytes_of(form))
+            read_block(row, form, some.values + i, some.scales + i / run, some.least + i / run);
+        for (int part = 0; part < count / run; part++) {
+            const __m256 scale = vec_all(some.scales[part]), least = vec_all(has_least(form) ? some.least[part] : 0.0f);
+            for (int i = part * run; i < (part + 1) * run; i += LANES) {
+                __m256i values = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)(some.values + i)));
+                if (zero_of(form))
+                    values = _mm256_sub_epi32(values, zero);
+                __m256 numbers = vec_mul(scale, _mm256_cvtepi32_ps(values));
+                if (has_least(form))
+                    numbers = vec_sub(numbers, least);
+                if (is_bf16)
+                    numbers = vec_rounded(numbers);
+                for (int r = 0; r < n; r++)
+                    sums[r] = vec_fma(numbers, vec_load(x + r * inputs + first + i), sums[r]);
+            }
+        }
+    }
+    for (int r = 0; r < n; r++)
+        out[r * out_stride] = vec_sum(sums[r]);
+}
+
+VEC void multiply_rows(const uint8_t *row, int form, int is_bf16, const float *x, int64_t n, int64_t inputs, float *out,
+                       int64_t out_stride)
+{
+    switch (n) {
+    case 1: multiply_form(row, form, is_bf16, x, 1, inputs, out, out_stride); break;
+    case 2: multiply_form(row, form, is_bf16, x, 2, inputs, out, out_stride); break;
+    case 3: multiply_form(row, form, is_bf16, x, 3, inputs, out, out_stride); break;
+    default: multiply_form(row, form, is_bf16, x, 4, inputs, out, out_stride);
+    }
+}
+
+#define FOR_FORM(NAME)                                                                                                     \
+    __attribute__((target(AVX2_TARGET))) static void multiply_##NAME(                                                      \
+        const uint8_t *row, int is_bf16, const float *x, int64_t n, int64_t inputs, float *out, int64_t out_stride)        \
+    {                                                                                                                      \
+        if (is_bf16)                                                                                                       \
+            multiply_rows(row, BLOCKS_##NAME, 1, x, n, inputs, out, out_stride);                                           \
+        else                                                                                                               \
+            multiply_rows(row, BLOCKS_##NAME, 0, x, n, inputs, out, out_stride);                                           \
+    }
+FOR_FORM(Q4_1)
+FOR_FORM(Q5_0)
+FOR_FORM(Q5_1)
+FOR_FORM(Q4_K)
+FOR_FORM(Q5_K)
+FOR_FORM(Q6_K)
+#undef FOR_FORM
+
+void triforce_multiply_blocks(const uint8_t *row, int form, const float *x, int64_t n, int64_t inputs, int is_bf16, float *out,
+                              int64_t out_stride)
+{
+    switch (form) {
+    case BLOCKS_Q4_1: multiply_Q4_1(row, is_bf16, x, n, inputs, out, out_stride); break;
+    case BLOCKS_Q5_0: multiply_Q5_0(row, is_bf16, x, n, inputs, out, out_stride); break;
+    case BLOCKS_Q5_1: multiply_Q5_1(row, is_bf16, x, n, inputs, out, out_stride); break;
+    case BLOCKS_Q4_K: multiply_Q4_K(row, is_bf16, x, n, inputs, out, out_stride); break;
+    case BLOCKS_Q5_K: multiply_Q5_K(row, is_bf16, x, n, inputs, out, out_stride); break;
+    default: multiply_Q6_K(row, is_bf16, x, n, inputs, out, out_stride);
+    }
+}
+#endif
 
 int triforce_expand_blocks(const void *blocks, int form, void *out, int64_t rows, int64_t row_bytes, int64_t inputs,
                            int is_bf16, int level, int threads)

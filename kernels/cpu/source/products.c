@@ -1,5 +1,6 @@
 /* Products of few rows with a matrix that is held in few bits: some outputs are expanded at a time, and multiplied by all rows
- * while they are in the cache. A row's sums are its own, whatever rows come with it. */
+ * while they are in the cache; of blocks and very few rows, each number is multiplied as it is made. A row's sums are its own,
+ * whatever rows come with it. */
 
 #include "cpu.h"
 #include "quantised.h"
@@ -29,15 +30,6 @@ VEC void add_tile(const float *tile, int64_t count, const float *x, int64_t stri
         sums[r * OUTPUTS + 2] = c;
         sums[r * OUTPUTS + 3] = d;
     }
-}
-
-/* The nearest bfloat16, ties to even; what is no number stays none. */
-VEC __m256 vec_rounded(__m256 x)
-{
-    const __m256i bits = _mm256_castps_si256(x), odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
-    const __m256i up = _mm256_add_epi32(_mm256_add_epi32(bits, _mm256_set1_epi32(0x7fff)), odd);
-    const __m256 rounded = _mm256_castsi256_ps(_mm256_and_si256(up, _mm256_set1_epi32((int)0xffff0000)));
-    return _mm256_blendv_ps(rounded, x, _mm256_cmp_ps(x, x, _CMP_UNORD_Q));
 }
 
 /* How expanded numbers are held, and what they are to be. */
@@ -107,6 +99,12 @@ int triforce_product(const void *values, int kind, const float *scales, const fl
             const int64_t first = set * OUTPUTS, count = outputs - first < OUTPUTS ? outputs - first : OUTPUTS;
             if (failed)
                 continue;
+            if (kind >= BLOCKS && n > 0 && n <= MOST_ROWS_OF_BLOCKS) {
+                for (int64_t o = first; o < first + count; o++)
+                    triforce_multiply_blocks((const uint8_t *)values + o * row_bytes, kind - BLOCKS, x, n, inputs, is_bf16,
+                                             out + o, outputs);
+                continue;
+            }
             for (int64_t o = 0; o < OUTPUTS; o++) {
                 const int64_t r = first + (o < count ? o : 0); /* of those that there are not, the first again */
                 if (kind < BLOCKS)

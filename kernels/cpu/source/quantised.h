@@ -24,4 +24,11 @@ void triforce_expand_grouped(const Grouped *matrix, int64_t r, void *out, int is
 /* The same of a row of blocks. */
 void triforce_expand_row_of_blocks(const uint8_t *row, int form, void *out, int64_t inputs, int is_bf16, int level);
 
+#define MOST_ROWS_OF_BLOCKS 4
+
+/* Its products with `n` rows of `x`, at most `MOST_ROWS_OF_BLOCKS`, `inputs` apart: to places of `out`, `out_stride` apart.
+ * Needs AVX2. */
+void triforce_multiply_blocks(const uint8_t *row, int form, const float *x, int64_t n, int64_t inputs, int is_bf16, float *out,
+                              int64_t out_stride);
+
 #endif

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import xxhash
@@ -60,9 +60,11 @@ class Shape:
         return self.last_tokens[layer] if self.last_tokens else 0
 
     def saved_bytes(self, tokens: int, segment_tokens: int, packed: bool) -> int:
-        """Bytes that they take in files, about: if packed, as if all packed."""
+        """Bytes that they take in files, about, where whole runs are saved: if packed, as if all packed."""
         share = Layout(1, PACKED_RUN, self.head_dim).slot_bytes / (PACKED_RUN * self.row_bytes) if packed else 1
-        return round(self.kv_bytes(tokens, segment_tokens) * share)
+        beside = (PACKED_RUN if packed else RUN) - 1
+        whole = replace(self, last_tokens=tuple(last and last + beside for last in self.last_tokens))
+        return round(whole.kv_bytes(tokens, segment_tokens) * share)
 
 
 @dataclass(frozen=True)

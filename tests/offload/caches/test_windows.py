@@ -172,3 +172,47 @@ def test_no_more_is_taken_over_than_was_restored(gemma, tmp_path):
         prompt = [*BOOK[:shared], *BOOK[10:60]]
         text, reused = answer(root, asked, prompt)
         assert text == greedy_oracle(model, prompt, 12) and reused in (0, shared)
+
+
+LONG = [*BOOK, *BOOK[7:1700]]
+GROWN = [(4200, 4203, 4201), (4092, 4096, 4094), (2100, 4290, 4285), (2050, 2060, 2055), (4096, 4099, 4096)]
+"""Tokens of a text that are read, those that it has then, and those that another prompt shares with it."""
+
+
+def restored_texts(root, store, read, then, shared, **settings):
+    """Texts that go on from a context that has grown: from all of it, from some, and from all but the last few."""
+    name = f"book-{read}-{then}"
+    for tokens in (read, then):
+        assert engine(root, store, **settings).read(LONG[:tokens], name).saved == tokens
+    for prompt in ([*LONG[:then], *BOOK[40:70]], [*LONG[:shared], *BOOK[10:60]], LONG[:then]):
+        text, reused = answer(root, engine(root, store, **settings), prompt, contexts=ContextRequest(name))
+        assert reused >= 2048
+        yield prompt, text
+
+
+@pytest.mark.parametrize("grown", GROWN, ids=str)
+@pytest.mark.slow(keep=2)
+def test_segments_leave_out_what_no_window_sees(gemma, tmp_path, grown):
+    """Texts that end anywhere in a segment, that grow by a few tokens, and that are restored but for a few."""
+    root, model = gemma
+    for prompt, text in restored_texts(root, ContextStore(tmp_path, segment_tokens=2048), *grown):
+        assert text == greedy_oracle(model, prompt, 12)
+    kept = sum(path.stat().st_size for path in tmp_path.rglob("*.safetensors"))
+    assert (
+        kept < 0.9 * grown[1] * ModelConfig.load(root / "gemma3").kv_bytes_per_token(torch.float32) or grown[1] < 4000
+    )
+
+
+@pytest.mark.parametrize("grown", GROWN[1:3], ids=str)
+@pytest.mark.slow(keep=1)
+def test_packed_segments_are_restored_as_raw_ones(gemma, tmp_path, grown):
+    root, _ = gemma
+    raw, packed = (
+        list(
+            restored_texts(
+                root, ContextStore(tmp_path / pack, segment_tokens=2048), *grown, dtype="bfloat16", pack=pack
+            )
+        )
+        for pack in ("off", "on")
+    )
+    assert raw == packed
