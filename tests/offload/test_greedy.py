@@ -72,7 +72,7 @@ def test_greedy_equals_transformers_for_every_length_and_chunk(pairs, draft_leng
 @pytest.mark.slow
 def test_the_pairs_of_these_tests_accept_and_reject_drafts(pairs):
     agreeing, rejecting = (
-        generate(pairs[name], 60, budget=62, draft_length=3, block_length=7).stats["acceptance"]
+        generate(pairs[name], 128, budget=62, draft_length=3, block_length=7).stats["acceptance"]
         for name in ("agreeing", "gqa")
     )
     for tier in ("draft_per_token", "retrieval_per_token"):
