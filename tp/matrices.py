@@ -14,7 +14,6 @@ from math import prod
 from typing import Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ..kernels.layers import gated, gated_mlp, linear, products_are_independent, rms_norm
@@ -326,7 +325,7 @@ class ExpertMlps:
         of_experts, order = of_experts.sort(dim=1)
         shares, ids = shares.gather(1, order), of_experts.flatten()
         gate, up = chosen_products(rows, gate_up, Choice(ids, self.used, gate_up.shape[0] // count)).chunk(2, dim=-1)
-        results = chosen_products(F.silu(gate).mul_(up), down, Choice(ids, 1, down.shape[0] // count))
+        results = chosen_products(gated(gate, up, "silu"), down, Choice(ids, 1, down.shape[0] // count))
         results = results.float().view(len(rows), self.used, -1).mul_(shares.unsqueeze(-1))
         total = results[:, 0].clone()
         for i in range(1, self.used):

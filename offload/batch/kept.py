@@ -21,7 +21,6 @@ from ..planning.memory import plan_here, shortage_explained
 from ..planning.request import RunRequest
 from ..planning.run_plan import RunPlan, make_plan
 from ..system import THIS_MACHINE, System
-from ..transfer.device_blocks import Blocks
 from ..transfer.link import Link, LinkError, Traffic
 from ..transfer.staged.block_file import DiskSpace
 
@@ -81,8 +80,7 @@ class KeptCache:
         self.moved = 0
         """Bytes of caches on this rank that have left the device so far because memory there became short."""
         self._texts: list[KnownText] = []  # the one used last is the last
-        self._blocks: WeakSet[Blocks] = WeakSet()  # of all caches there are
-        self._windows: WeakSet[WindowBlocks] = WeakSet()  # the same
+        self._made: WeakSet[FullCache] = WeakSet()  # all caches there are, known or not
         self._link: Link | None = None
 
     @property
@@ -414,10 +412,10 @@ class KeptCache:
                 raise failure or CapacityError(f"rank {short}: {reasons[short or 0]}")
             finally:
                 failure = None  # or the error and this frame would hold each other, and the frames of who catches it
-        self._blocks.add(blocks)
-        self._windows.add(windows)
         sizes = {"chunk_size": plan.chunk_size, "step_rows": limits.step_rows, "start": plan.request.shared}
-        return FullCache(part, decoder.rope, blocks, **sizes, prefix=prefix, windows=windows)
+        made = FullCache(part, decoder.rope, blocks, **sizes, prefix=prefix, windows=windows)
+        self._made.add(made)
+        return made
 
     def _with_room(self, request: RunRequest, plan: RunPlan, text: KnownText | None) -> RunRequest:
         """`request`, or one for more tokens, if they fit and lie where those of its `plan` do."""
@@ -499,10 +497,10 @@ class KeptCache:
         given_back = [replaces.full] if replaces else []
         # With those that nobody else begins with, and that are not known as texts any more.
         given_back += dict.fromkeys(one for text in without for one in text.full.holders if one not in stays)
-        blocks, windows = ([cache.blocks for cache in given_back], [cache.windows for cache in given_back])
+        blocks = [cache.blocks for cache in given_back]
         on_host = self._system.device_memory(decoder.device) is None
         untouched = sum(one.footprint.untouched for one in blocks) if on_host else 0
-        others = (one for one in self._blocks if one not in blocks)
+        others = [one for one in self._made if one not in given_back]
         return plan_here(
             request,
             decoder.device,
@@ -511,8 +509,7 @@ class KeptCache:
             given_back=held_bytes(one for cache in given_back for one in cache.held()) - untouched,
             given_back_on_host=sum(one.footprint.host for one in blocks),
             given_back_on_disk=sum(one.footprint.disk for one in blocks),
-            held_on_host=sum(one.footprint.host + (held_bytes(one.held()) if on_host else 0) for one in others)
-            + (sum(held_bytes(one.held()) for one in self._windows if one not in windows) if on_host else 0),
+            held_on_host=sum(one.blocks.footprint.host + (one.kept_bytes if on_host else 0) for one in others),
             promised=sum(text.full.blocks.footprint.untouched for text in self._texts if text.in_use),
             free_disk=self.disk.free_bytes if on_disk else None,
             device_memory=self._system.device_memory,

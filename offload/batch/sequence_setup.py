@@ -254,7 +254,7 @@ class SequenceSetup:
             kept.forget_all()
         whole = contexts.save is not None
         text, shared = kept.find(prompt, reuse, whole=whole)
-        if whole and None in self.target.part.full_places:
+        if whole and self.target.part.kept_windows:
             text, shared = None, 0  # at the ends of the segments that are saved its windows are gone
         more = contexts.prefix.tokens - shared if contexts.prefix else 0
         if more > (self.target.tiling.prefill_rows if shared else 0):

@@ -22,7 +22,7 @@ from ...kernels.cpu.library import arithmetic
 from ...kernels.selection import STEP_ROWS
 from ...tp.model.config import ModelConfig
 from ...tp.rope import Rope, RopeRows
-from ..held import Held
+from ..held import Held, held_bytes
 from ..transfer.device_blocks import Blocks, DeviceBlocks, PausedPass
 from ..transfer.link import Traffic
 from ..transfer.placement import block_size_for
@@ -128,6 +128,11 @@ class FullCache:
         yield from self.windows.held()
         yield from self._mass.held()
         yield from self._attention.held()
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes that its own keys and values take on the device, with what they pass through."""
+        return held_bytes([*self.blocks.held(), *self.windows.held()])
 
     def read_so_far(self) -> ReadCounter:
         """What attention has read of this cache's and its prefix's tokens."""

@@ -43,6 +43,10 @@ class _LastBlocks:
         """The block of tokens from `index * size` on."""
         return self.blocks[index % len(self.blocks)]
 
+    def first_seen(self, length: int) -> int:
+        """Position of the first token that the token at `length` sees."""
+        return max(0, length + 1 - self.window)
+
     def write(self, start: int, k: Tensor, v: Tensor) -> None:
         """Writes tokens from `start` on over the oldest; of more than there is room for, the last."""
         size, room = self.size, len(self.blocks)
@@ -76,13 +80,11 @@ class WindowBlocks:
     ) -> None:
         """Args: `config` is of a rank's part of the model; a block is whole chunks."""
         self._layers: dict[int, _LastBlocks] = {}
-        for layer, place in enumerate(config.full_places):
-            window = config.sliding_window(layer)
-            if place is None and window is not None:
-                count, size = window_blocks(window, chunk_size, limits)
-                shape = count, 2, config.num_kv_heads, size, config.head_dim
-                blocks = torch.empty(shape, dtype=dtype, device=device).zero_()  # now, so that it counts as taken
-                self._layers[layer] = _LastBlocks(window, blocks)
+        for layer, window in config.kept_windows.items():
+            count, size = window_blocks(window, chunk_size, limits)
+            shape = count, 2, config.num_kv_heads, size, config.head_dim
+            blocks = torch.empty(shape, dtype=dtype, device=device).zero_()  # now, so that it counts as taken
+            self._layers[layer] = _LastBlocks(window, blocks)
         self._workspace: tuple[int, int, Tensor] | None = None
         """Of the layer that a pass over many tokens is at: which one, the position of the first token, and keys and
         values `[2, num_kv_heads, any, head_dim]`."""
@@ -93,22 +95,20 @@ class WindowBlocks:
 
     def reaches(self, length: int) -> bool:
         """Whether the token at this position has all that its windows see."""
-        return all(
-            held.first <= max(0, length + 1 - held.window) and length <= held.stop for held in self._layers.values()
-        )
+        return all(held.first <= held.first_seen(length) and length <= held.stop for held in self._layers.values())
 
     def first_seen(self, layer: int, length: int) -> int:
         """Position of the first token that the token at `length` sees in a layer."""
-        return max(0, length + 1 - self._layers[layer].window)
+        return self._layers[layer].first_seen(length)
 
     def append(self, layer: int, start: int, k: Tensor, v: Tensor) -> None:
         """Writes the keys and values `[num_kv_heads, n, head_dim]` of tokens `start` to `start + n`. Those of a pass
         over more than there is room for are there until the next call."""
         held = self._layers[layer]
         size, stop = held.size, start + k.shape[1]
-        assert held.first <= self.first_seen(layer, start) and start <= held.stop, "what comes before is gone"
+        assert held.first <= held.first_seen(start) and start <= held.stop, "what comes before is gone"
         held.stop = min(held.stop, start)  # what was there behind is of a pass that was rolled back
-        base = max(0, start + 1 - held.window) // size * size
+        base = held.first_seen(start) // size * size
         self._workspace = None
         if -(-stop // size) - base // size > len(held.blocks):
             heads, _, head_dim = k.shape
@@ -197,4 +197,4 @@ class WindowBlocks:
         if start < stop:
             held.of(start // held.size).zero_()  # of which some before may be what was read and was damaged
         held.write(start, k, v)
-        held.first = max(start, self.first_seen(layer, stop))  # what is before that may not have been saved
+        held.first = max(start, held.first_seen(stop))  # what is before that may not have been saved

@@ -202,7 +202,7 @@ class ModelContexts:
     def _restorable(self, prefix: SavedPrefix, tokens: int, save: SaveOrder | None) -> int:
         """How many of so many leading tokens a run can start from. Of layers that keep the last tokens only, those at
         the end of each segment are saved."""
-        if None not in self._config.full_places:
+        if not self._config.kept_windows:
             return tokens
         if save:
             size = save.manifest.segment_tokens
@@ -234,8 +234,9 @@ class ModelContexts:
 def _last_tokens(config: ModelConfig) -> tuple[int, ...]:
     """See `Shape`: of layers that keep the last tokens only what they see before the end of a segment, or before a few
     tokens less."""
-    windows = [0 if place is not None else config.sliding_window(i) or 0 for i, place in enumerate(config.full_places)]
-    return tuple(window and window + RECENT_ROWS for window in windows) if any(windows) else ()
+    windows = config.kept_windows
+    lasts = (windows[layer] + RECENT_ROWS if layer in windows else 0 for layer in range(config.num_layers))
+    return tuple(lasts) if windows else ()
 
 
 def _must_save(request: ContextRequest) -> bool:

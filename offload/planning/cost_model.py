@@ -182,8 +182,7 @@ def pass_work(request: RunRequest, rows: float, kv_tokens: float, kv_read: float
     tokens of keys and values each; in all `kv_read` tokens of them are read, which is as many unless it is given."""
     part, matrices = request.part, request.matrices
     read_tokens = kv_tokens if kv_read is None else kv_read
-    windows = (part.sliding_window(layer) or 0 for layer, place in enumerate(part.full_places) if place is None)
-    seen = sum(min(kv_tokens, window) for window in windows)  # in all layers that keep no more
+    seen = sum(min(kv_tokens, window) for window in part.kept_windows.values())  # in all layers that keep no more
     sequences = read_tokens / kv_tokens if kv_tokens else 1
     read = matrices.bytes_of_a_pass(request.dtype, rows)
     read += read_tokens * request.token_bytes + sequences * seen * request.layer_token_bytes

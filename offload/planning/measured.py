@@ -213,6 +213,5 @@ def _passes(run: dict[str, Any], request: RunRequest) -> list[MeasuredPass]:
 def _tokens_read(request: RunRequest, num_bytes: float) -> float:
     """Tokens that a pass has seen if it has read so many bytes of keys and values."""
     part = request.part
-    windows = sum(part.sliding_window(layer) or 0 for layer, place in enumerate(part.full_places) if place is None)
-    beyond = (num_bytes - windows * request.layer_token_bytes) / request.token_bytes
+    beyond = (num_bytes - sum(part.kept_windows.values()) * request.layer_token_bytes) / request.token_bytes
     return max(beyond, num_bytes / part.kv_bytes_per_token(request.dtype))  # the second: fewer than a window

@@ -560,12 +560,11 @@ def _activation_bytes(request: RunRequest, tokens: int) -> int:
 def _window_workspace(request: RunRequest, rows: int) -> int:
     """Keys and values of what so many rows see in a layer with a sliding window that keeps the last tokens only, with
     whole blocks at both ends."""
-    part, chunk_size = request.part, request.settings.planned_chunk_size
-    windows = [part.sliding_window(layer) or 0 for layer, place in enumerate(part.full_places) if place is None]
-    if not windows:
+    window = max(request.part.kept_windows.values(), default=0)
+    if not window:
         return 0
-    _, size = window_blocks(max(windows), chunk_size, request.limits)
-    return (max(windows) + rows + 2 * size) * request.layer_token_bytes
+    _, size = window_blocks(window, request.settings.planned_chunk_size, request.limits)
+    return (window + rows + 2 * size) * request.layer_token_bytes
 
 
 def _draft_activation_bytes(request: RunRequest) -> int:

@@ -7,6 +7,7 @@ number of blocks, and the first ones of each are the resident ones.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
 
 import torch
 
@@ -146,13 +147,8 @@ def window_blocks(window: int, chunk_size: int, limits: Limits = LIMITS) -> tupl
 
 def window_bytes(part: ModelConfig, dtype: torch.dtype, chunk_size: int, limits: Limits = LIMITS) -> int:
     """Bytes of one sequence's keys and values in all such layers."""
-    layers = [layer for layer, place in enumerate(part.full_places) if place is None]
-    tokens = sum(count * size for count, size in (_blocks_of(part, layer, chunk_size, limits) for layer in layers))
+    tokens = sum(prod(window_blocks(window, chunk_size, limits)) for window in part.kept_windows.values())
     return tokens * part.kv_bytes_per_token(dtype) // part.num_layers
-
-
-def _blocks_of(part: ModelConfig, layer: int, chunk_size: int, limits: Limits) -> tuple[int, int]:
-    return window_blocks(part.sliding_window(layer) or 0, chunk_size, limits)
 
 
 def place_resident(

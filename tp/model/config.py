@@ -60,20 +60,22 @@ class ModelConfig:
     """Of layers with a sliding window; `None`: as of the others."""
 
     @property
+    def kept_windows(self) -> dict[int, int]:
+        """By layer the sliding windows of those that keep the last tokens only, as others have no window."""
+        windows = self.sliding_windows
+        return {layer: window for layer, window in enumerate(windows) if window is not None} if None in windows else {}
+
+    @property
     def full_places(self) -> tuple[int | None, ...]:
-        """Of each layer its place among those that keep every token; `None`: it has a sliding window, where others have
-        none, and keeps the last tokens only."""
-        windows = [self.sliding_window(layer) for layer in range(self.num_layers)]
-        if None not in windows:
-            return tuple(range(self.num_layers))
-        places = count()
-        return tuple(next(places) if window is None else None for window in windows)
+        """Of each layer its place among those that keep every token; `None`: see `kept_windows`."""
+        windows, places = self.kept_windows, count()
+        return tuple(None if layer in windows else next(places) for layer in range(self.num_layers))
 
     @property
     def full_layers(self) -> ModelConfig:
         """The model with the layers that keep every token alone."""
-        kept = sum(place is not None for place in self.full_places)
-        return self if kept == self.num_layers else replace(self, num_layers=kept, sliding_windows=())
+        gone = len(self.kept_windows)
+        return replace(self, num_layers=self.num_layers - gone, sliding_windows=()) if gone else self
 
     @property
     def attention_scale(self) -> float:

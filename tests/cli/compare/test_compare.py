@@ -22,14 +22,19 @@ OPTIONAL = {"deepspeed": ("deepspeed", "accelerate"), "llama.cpp": ("llama_cpp",
 """Systems that are not always there, and the packages that they need."""
 
 
-def test_transformers_gets_the_numbers_that_quantised_weights_stand_for(compare, tmp_path, forked_workers):
-    save_tokenizer(tmp_path / "target")
-    save_quantised(tmp_path / "target", FORMATS["awq"], vocab_size=VOCABULARY, max_position_embeddings=1024)
-    outcome, document = compare("transformers", json_path=tmp_path / "runs.json", model=tmp_path / "target")
+def check_same_text(outcome, document):
+    """The other system writes what this one does."""
     assert outcome.code == 0, outcome
     ours, theirs = document["systems"]
     assert theirs["failure"] is None and theirs["first_difference"] is None
     assert theirs["runs"][0]["token_ids"] == ours["runs"][0]["token_ids"]
+
+
+def test_transformers_gets_the_numbers_that_quantised_weights_stand_for(compare, tmp_path, forked_workers):
+    save_tokenizer(tmp_path / "target")
+    save_quantised(tmp_path / "target", FORMATS["awq"], vocab_size=VOCABULARY, max_position_embeddings=1024)
+    outcome, document = compare("transformers", json_path=tmp_path / "runs.json", model=tmp_path / "target")
+    check_same_text(outcome, document)
 
 
 def test_transformers_gets_the_text_model_of_several(compare, tmp_path, forked_workers):
@@ -39,10 +44,7 @@ def test_transformers_gets_the_text_model_of_several(compare, tmp_path, forked_w
     wrap_text_model(tmp_path / "target")
     of_model = {"model": tmp_path / "target", "draft": "none"}
     outcome, document = compare("transformers", json_path=tmp_path / "runs.json", **of_model)
-    assert outcome.code == 0, outcome
-    ours, theirs = document["systems"]
-    assert theirs["failure"] is None and theirs["first_difference"] is None
-    assert theirs["runs"][0]["token_ids"] == ours["runs"][0]["token_ids"]
+    check_same_text(outcome, document)
 
 
 @pytest.mark.parametrize(("family", "form"), [("qwen3", "Q4_K"), ("qwen3", "F16"), ("gemma3", "Q8_0")])
@@ -55,10 +57,7 @@ def test_transformers_gets_the_numbers_of_a_gguf_file(compare, tmp_path, forked_
     save_gguf(tmp_path / "target", family, lambda name: Form[form])
     of_model = {"model": tmp_path / "target.gguf", "draft": "none"}
     outcome, document = compare("transformers", json_path=tmp_path / "runs.json", **of_model)
-    assert outcome.code == 0, outcome
-    ours, theirs = document["systems"]
-    assert theirs["failure"] is None and theirs["first_difference"] is None
-    assert theirs["runs"][0]["token_ids"] == ours["runs"][0]["token_ids"]
+    check_same_text(outcome, document)
 
 
 def test_a_scaling_that_others_are_not_given_is_refused(compare):

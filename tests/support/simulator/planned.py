@@ -88,11 +88,7 @@ class Planned:
         """
         found = dict(self._open())
         plans = [*found.values(), *(plan for known, plan in self._read if known() not in found)]
-        blocks = {
-            weakref.ref(holder): held_bytes(holder.blocks.held()) + held_bytes(holder.windows.held())
-            for one in self.engine._kept.caches
-            for holder in one.holders
-        }
+        blocks = {weakref.ref(holder): holder.kept_bytes for one in self.engine._kept.caches for holder in one.holders}
         lasting = self._bare.weights + self._rope + sum((self._blocks | blocks).values())
         lasting += self._captured + captured + _scratch(plans) + sum(plan.draft_kv for plan in plans)
         most = max(self.live, lasting + _passing(plans))
