@@ -71,12 +71,20 @@ def gated(gate: Tensor, up: Tensor, activation: str) -> Tensor:
     of a CPU's threads gets with other instructions.
     """
     activate = F.silu if activation == "silu" else functools.partial(F.gelu, approximate="tanh")
-    one_by_one = gate.device.type == "cpu" and len(gate) <= STEP_ROWS
-    if one_by_one and products_are_independent(gate.device, gate.dtype):
-        activated = torch.stack([activate(row) for row in gate])
-    else:
-        activated = activate(gate)
-    return activated.mul_(up)
+    return by_rows(activate, gate).mul_(up)
+
+
+def by_sigmoid(x: Tensor, gate: Tensor) -> Tensor:
+    """`x` `[n, width]` times the sigmoid of `gate`, which is as wide, or 1; see `gated`."""
+    return by_rows(torch.sigmoid, gate).mul(x)
+
+
+def by_rows(compute: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """`compute` of what `x` `[n, ...]` has, number by number; see `gated`."""
+    one_by_one = x.device.type == "cpu" and len(x) <= STEP_ROWS
+    if one_by_one and products_are_independent(x.device, x.dtype):
+        return torch.stack([compute(row) for row in x])
+    return compute(x)
 
 
 def gated_mlp(
@@ -175,11 +183,12 @@ def _normed(
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, out: Tensor | None = None) -> Tensor:
-    """Rotary embedding in the half-split layout: `x * cos + roll(x, head_dim / 2) * sin`, computed in float32.
+    """Rotary embedding in the half-split layout: `x * cos + roll(x, width / 2) * sin`, computed in float32, of the
+    first `width` numbers of each head; the others stay.
 
     Args:
         x: `[heads, n, head_dim]`.
-        cos, sin: `[n, head_dim]`, or `[head_dim]` for the same angles in every row; float32. `sin` includes the sign of
+        cos, sin: `[n, width]`, or `[width]` for the same angles in every row; float32. `sin` includes the sign of
             `rotate_half`.
         out: as `x`, written; it may be a slice of a cache.
 
@@ -189,6 +198,11 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, out: Tensor | None = None) -> Te
     heads, n, head_dim = x.shape
     if out is None:
         out = torch.empty((heads, n, head_dim), dtype=x.dtype, device=x.device)
+    width = cos.shape[-1]
+    if width < head_dim:
+        out[..., width:] = x[..., width:]
+        rotate(x[..., :width], cos, sin, out[..., :width])
+        return out
     fits = n <= STEP_ROWS and x.stride(2) == out.stride(2) == 1 and out.dtype == x.dtype and cos.is_contiguous()
     kernels = _kernels(x.device, x.dtype, selected().layers) if fits and cos.dtype == torch.float32 else None
     if kernels is None:
@@ -206,6 +220,10 @@ def put(x: Tensor, buffer: Tensor, slots: Tensor, rotation: tuple[Tensor, Tensor
         slots: `[n]` int64, the rows of `buffer`.
         rotation: `cos` and `sin` of `rotate`, which is then applied first.
     """
+    if rotation is not None and rotation[0].shape[-1] < x.shape[2]:
+        width = rotation[0].shape[-1]
+        put(x[..., width:], buffer[..., width:], slots)
+        x, buffer = x[..., :width], buffer[..., :width]
     fits = x.shape[1] <= STEP_ROWS and x.stride(2) == buffer.stride(2) == 1 and buffer.dtype == x.dtype
     fits = fits and slots.dtype == torch.int64 and slots.is_contiguous()
     if rotation is not None:

@@ -16,11 +16,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..kernels.layers import rms_norm, rows_are_independent
+from ..kernels.delta_rule import DeltaWeights, gated_norm
+from ..kernels.layers import by_rows, by_sigmoid, rms_norm, rows_are_independent
 from ..kernels.selection import STEP_ROWS
 from .errors import ModelError
-from .matrices import ExpertMlps, GatedMlp, Matrix, Mlp, ModelMatrices, Weight, layer_prefix
+from .matrices import ExpertMlps, GatedMlp, Matrix, Mlp, ModelMatrices, SharedExpert, Weight, layer_prefix
 from .model.config import ModelConfig
+from .model.linear_attention import LinearAttention
 from .parallel.ranks import ALONE, Ranks
 from .parallel.split import Split
 from .rope import Rope
@@ -79,6 +81,12 @@ class Tiling:
             return common // self.tail_rows * self.tail_rows
         return min(common // self.prefill_rows * self.prefill_rows, whole, other_whole)
 
+    def parting(self, length: int) -> tuple[int, ...]:
+        """Where prompts part at the latest that begin like one of this length, and the end of it: the ends of its last
+        parts."""
+        last = length // self.tail_rows * self.tail_rows
+        return tuple(dict.fromkeys(max(0, end) for end in (last - self.tail_rows, last, length)))
+
     def whole(self, length: int) -> int:
         """Of a prompt's tokens those in parts of `prefill_rows`. The last `tail_rows` are not: where prompts that begin
         alike end with questions of their own, these do not take so large a part from what the prompts share."""
@@ -89,7 +97,8 @@ TILING = Tiling()
 
 
 class Cache(Protocol):
-    """Keeps the keys and values of the tokens so far, and computes attention of new queries to them."""
+    """Keeps the keys and values of the tokens so far, and computes attention of new queries to them; of layers with
+    linear attention their states, and what new tokens read from these."""
 
     @property
     def length(self) -> int:
@@ -104,12 +113,26 @@ class Cache(Protocol):
         """Appends `n` tokens to a layer and computes causal attention to these and all earlier ones.
 
         Args:
-            layer: layers are called in ascending order, each with the same tokens in one or several parts.
+            layer: among those with keys and values. Layers are called in ascending order, each with the same tokens
+                in one or several parts.
             q: `[num_heads, n, head_dim]`, not yet rotated.
             k, v: `[num_kv_heads, n, head_dim]`, keys not yet rotated.
 
         Returns:
             `[num_heads, n, head_dim]` in `q`'s dtype.
+        """
+        ...
+
+    def advance_states(self, layer: int, inputs: Tensor, gates: Tensor, weights: DeltaWeights) -> Tensor:
+        """Advances the state of a layer by `n` tokens.
+
+        Args:
+            layer: among those with linear attention; see `attend`.
+            inputs: `[n, channels]`, what the convolution sees of these tokens.
+            gates: `[n, 2 * value_heads]`; see `kernels.delta_rule`.
+
+        Returns:
+            What the tokens read from it, `[n, value_heads, value_dim]` in the dtype of `inputs`.
         """
         ...
 
@@ -119,15 +142,42 @@ class Cache(Protocol):
 
 
 @dataclass(frozen=True)
-class _Layer:
-    """This rank's weights of one layer."""
+class _Attention:
+    """Of a layer with keys and values."""
 
-    input_norm: Tensor  # [hidden]
-    qkv: Weight  # [(num_heads + 2 * num_kv_heads) * head_dim, hidden]
+    inputs: Weight  # [(num_heads + 2 * num_kv_heads) * head_dim, hidden]; with gates each head is twice as wide
     q_norm: Tensor | None  # [head_dim]
     k_norm: Tensor | None  # [head_dim]
     o: Weight  # [hidden, num_heads * head_dim]
     o_bias: Tensor | None  # [hidden], added behind the sum over ranks
+
+    @property
+    def vectors(self) -> tuple[Tensor | None, ...]:
+        return self.q_norm, self.k_norm, self.o_bias
+
+
+@dataclass(frozen=True)
+class _LinearAttention:
+    """Of a layer with a state."""
+
+    inputs: Weight  # [channels + values + 2 * value_heads, hidden]
+    delta: DeltaWeights
+    norm: Tensor  # [value_dim], of what is read from the state, before it is multiplied by the gate
+    o: Weight  # [hidden, values]
+    o_bias = None
+
+    @property
+    def vectors(self) -> tuple[Tensor, ...]:
+        return *self.delta.tensors(), self.norm
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """This rank's weights of one layer."""
+
+    place: int  # among the layers with its kind of attention
+    input_norm: Tensor  # [hidden]
+    attention: _Attention | _LinearAttention
     attention_norm: Tensor | None  # [hidden], behind attention
     post_norm: Tensor  # [hidden]
     mlp: Mlp
@@ -135,11 +185,14 @@ class _Layer:
 
     def tensors(self) -> Iterator[Tensor]:
         """What is held."""
-        of_attention = self.input_norm, self.q_norm, self.k_norm, self.o_bias, self.attention_norm
-        vectors = *of_attention, self.post_norm, self.mlp_norm
+        vectors = self.input_norm, self.attention_norm, self.post_norm, self.mlp_norm, *self.attention.vectors
         yield from (vector for vector in vectors if vector is not None)
-        for weight in (self.qkv, self.o, *self.mlp.weights):
+        for weight in self.weights:
             yield from weight.tensors()
+
+    @property
+    def weights(self) -> tuple[Weight, ...]:
+        return self.attention.inputs, self.attention.o, *self.mlp.weights
 
 
 class Decoder:
@@ -174,7 +227,8 @@ class Decoder:
         self.rope = Rope(config, device)
         self.matrices = matrices = ModelMatrices.of(config, split)
         self._embedding = matrices.embedding.read(checkpoint, "", config.quantisation)
-        self._layers = [_read_layer(config, matrices, checkpoint, i) for i in range(config.num_layers)]
+        of_rank = config, self.part, split.key_heads.start, matrices, checkpoint
+        self._layers = [_read_layer(*of_rank, i) for i in range(config.num_layers)]
         self._norm = _read_norm(config, checkpoint, "model.norm", config.hidden_size)
         tied = self._embedding.outputs(split.vocabulary)
         self._head = matrices.head.read(checkpoint, "", config.quantisation) if matrices.head else tied
@@ -258,9 +312,9 @@ class Decoder:
         parts = self.tiling.tiles(start, hidden.shape[0], stop)
         work = _Progress(self.config, start, hidden.shape[0], on_progress)
         yield
-        for index, layer in enumerate(self._layers):
+        for layer in self._layers:
             for rows in hidden.split(parts):
-                self._attention(index, layer, rows, cache)
+                self._attention(layer, rows, cache)
                 yield
                 self._mlp(layer, rows)
                 work.add(rows.shape[0])
@@ -277,7 +331,7 @@ class Decoder:
     @property
     def rows_are_independent(self) -> bool:
         """Whether a row of a step has the same logits, bit by bit, whatever rows come with it."""
-        weights = [self._head, *(one for layer in self._layers for one in (layer.qkv, layer.o, *layer.mlp.weights))]
+        weights = [self._head, *(one for layer in self._layers for one in layer.weights)]
         attention = rows_are_independent(self.device, self.dtype, self.part.head_dim)
         return attention and all(weight.rows_are_independent(self.dtype) for weight in weights)
 
@@ -301,27 +355,58 @@ class Decoder:
         hidden = self._embedding.looked_up(token_ids, self.dtype)
         return hidden.mul_(self._root) if self.config.scaled_embedding else hidden
 
-    def _attention(self, index: int, layer: _Layer, rows: Tensor, cache: Cache) -> None:
+    def _attention(self, layer: _Layer, rows: Tensor, cache: Cache) -> None:
         """Adds a layer's attention to `rows` `[n, hidden]`."""
-        if self.ranks.size == 1 and layer.o_bias is None and layer.attention_norm is None:
-            layer.o.times(self._heads(index, layer, rows, cache), onto=rows)
+        part, o_bias = layer.attention, layer.attention.o_bias
+        if self.ranks.size == 1 and o_bias is None and layer.attention_norm is None:
+            part.o.times(self._heads(layer, rows, cache), onto=rows)
             return
-        out = self._sum(rows, lambda: layer.o.times(self._heads(index, layer, rows, cache)))
-        if layer.o_bias is not None:
-            out += layer.o_bias
+        out = self._sum(rows, lambda: part.o.times(self._heads(layer, rows, cache)))
+        if o_bias is not None:
+            out += o_bias
         rows += out if layer.attention_norm is None else self._rms_norm(out, layer.attention_norm)
 
-    def _heads(self, index: int, layer: _Layer, rows: Tensor, cache: Cache) -> Tensor:
+    def _heads(self, layer: _Layer, rows: Tensor, cache: Cache) -> Tensor:
         """What this rank's heads give for `rows`, `[n, num_heads * head_dim]`."""
-        config = self.part
-        heads, kv_heads = config.num_heads, config.num_kv_heads
-        qkv = layer.qkv.times(rows, norm=layer.input_norm, eps=config.rms_norm_eps)
-        qkv = qkv.view(rows.shape[0], heads + 2 * kv_heads, config.head_dim).transpose(0, 1)
-        q, k, v = qkv.split((heads, kv_heads, kv_heads))
-        if layer.q_norm is not None and layer.k_norm is not None:
-            q, k = self._rms_norm(q, layer.q_norm), self._rms_norm(k, layer.k_norm)
-        out = cache.attend(index, q, k, v)  # [num_heads, n, head_dim]
-        return out.transpose(0, 1).reshape(rows.shape[0], heads * config.head_dim)
+        inputs = layer.attention.inputs.times(rows, norm=layer.input_norm, eps=self.config.rms_norm_eps)
+        if isinstance(layer.attention, _LinearAttention):
+            return self._read_state(layer.place, layer.attention, inputs, cache)
+        return self._attended(layer.place, layer.attention, inputs, cache)
+
+    def _attended(self, place: int, attention: _Attention, qkv: Tensor, cache: Cache) -> Tensor:
+        config, n, gate = self.part, qkv.shape[0], None
+        heads, kv_heads, size = config.num_heads, config.num_kv_heads, config.head_dim
+        if config.output_gate:
+            both, kv = qkv.split((2 * heads * size, 2 * kv_heads * size), dim=1)
+            q, gate = both.view(n, heads, 2, size).unbind(2)
+            q = q.transpose(0, 1)
+            k, v = kv.view(n, 2 * kv_heads, size).transpose(0, 1).chunk(2)
+        else:
+            qkv = qkv.view(n, heads + 2 * kv_heads, size).transpose(0, 1)
+            q, k, v = qkv.split((heads, kv_heads, kv_heads))
+        if attention.q_norm is not None and attention.k_norm is not None:
+            q, k = self._rms_norm(q, attention.q_norm), self._rms_norm(k, attention.k_norm)
+        out = cache.attend(place, q, k, v)  # [num_heads, n, head_dim]
+        out = out.transpose(0, 1).reshape(n, heads * size)
+        return out if gate is None else by_sigmoid(out, gate.reshape(n, heads * size))
+
+    def _read_state(self, place: int, attention: _LinearAttention, inputs: Tensor, cache: Cache) -> Tensor:
+        linear, n = self.part.linear, inputs.shape[0]
+        assert linear is not None
+        values, gates = linear.value_heads * linear.value_dim, 2 * linear.value_heads
+        if linear.names.by_key_head:
+            keys, together = linear.key_heads, linear.value_heads // linear.key_heads
+            both, of_gates = inputs.split((linear.channels + values, gates), dim=1)
+            sizes = linear.key_dim, linear.key_dim, *(together * linear.value_dim,) * 2
+            q, k, v, z = (x.reshape(n, -1) for x in both.view(n, keys, -1).split(sizes, dim=2))
+            mixed = torch.cat((q, k, v), dim=1)
+            of_gates = torch.cat([x.reshape(n, -1) for x in of_gates.view(n, keys, -1).chunk(2, dim=2)], dim=1)
+        else:
+            mixed, z, of_gates = inputs.split((linear.channels, values, gates), dim=1)
+        out = cache.advance_states(place, mixed, of_gates, attention.delta)
+        both = torch.stack((out, z.reshape(out.shape)), dim=1)
+        eps = self.config.rms_norm_eps
+        return by_rows(lambda x: gated_norm(x[..., 0, :, :], x[..., 1, :, :], attention.norm, eps), both).view(n, -1)
 
     def _mlp(self, layer: _Layer, rows: Tensor) -> None:
         """Adds a layer's MLP to `rows` `[n, hidden]`."""
@@ -355,7 +440,7 @@ class Decoder:
 def forward_work(config: ModelConfig, start: int, n: int) -> float:
     """Multiplications of a forward of `n` tokens after `start` others, attention included."""
     attention = 2 * config.num_heads * config.head_dim * (start + n / 2)
-    return n * (ModelMatrices.of(config).numbers_of_a_row + config.num_layers * attention)
+    return n * (ModelMatrices.of(config).numbers_of_a_row + config.kv_layers * attention)
 
 
 class _Progress:
@@ -375,7 +460,16 @@ class _Progress:
         self._callback(min(1.0, self._done / self._total))
 
 
-def _read_layer(config: ModelConfig, matrices: ModelMatrices, checkpoint: Checkpoint, index: int) -> _Layer:
+def _read_layer(
+    config: ModelConfig,
+    part: ModelConfig,
+    first_key_head: int,
+    matrices: ModelMatrices,
+    checkpoint: Checkpoint,
+    index: int,
+) -> _Layer:
+    """Args: `part` is this rank's of the model, whose linear attention begins with the key head `first_key_head`."""
+
     def read(name: str, *shape: int) -> Tensor:
         return checkpoint.read(f"{prefix}{name}", *shape)
 
@@ -387,18 +481,45 @@ def _read_layer(config: ModelConfig, matrices: ModelMatrices, checkpoint: Checkp
 
     prefix = layer_prefix(index)
     hidden, head_dim, behind = config.hidden_size, config.head_dim, config.norms_behind
+    of_linear = config.linear.layers if config.linear else ()
+    before = sum(layer < index for layer in of_linear)
+    if index in of_linear:
+        assert matrices.linear and part.linear
+        attention: _Attention | _LinearAttention = _LinearAttention(
+            inputs=weight(matrices.linear[0]),
+            delta=_read_delta(config.linear, part.linear, first_key_head, read),
+            norm=read("linear_attn.norm.weight", part.linear.value_dim),
+            o=weight(matrices.linear[1]),
+        )
+    else:
+        attention = _Attention(
+            inputs=weight(matrices.qkv),
+            q_norm=norm("self_attn.q_norm", head_dim) if config.qk_norm else None,
+            k_norm=norm("self_attn.k_norm", head_dim) if config.qk_norm else None,
+            o=weight(matrices.o),
+            o_bias=read("self_attn.o_proj.bias", hidden) if config.o_bias else None,
+        )
     return _Layer(
+        place=before if index in of_linear else index - before,
         input_norm=norm("input_layernorm", hidden),
-        qkv=weight(matrices.qkv),
-        q_norm=norm("self_attn.q_norm", head_dim) if config.qk_norm else None,
-        k_norm=norm("self_attn.k_norm", head_dim) if config.qk_norm else None,
-        o=weight(matrices.o),
-        o_bias=read("self_attn.o_proj.bias", hidden) if config.o_bias else None,
+        attention=attention,
         attention_norm=norm("post_attention_layernorm", hidden) if behind else None,
         post_norm=norm("pre_feedforward_layernorm" if behind else "post_attention_layernorm", hidden),
         mlp=_read_mlp(config, matrices, checkpoint, prefix),
         mlp_norm=norm("post_feedforward_layernorm", hidden) if behind else None,
     )
+
+
+def _read_delta(whole: LinearAttention, part: LinearAttention, first: int, read: Callable[..., Tensor]) -> DeltaWeights:
+    """What a rank computes states with, whose first key head is `first`."""
+    together = whole.value_heads // whole.key_heads
+    keys = slice(first * whole.key_dim, (first + part.key_heads) * whole.key_dim)
+    heads = slice(first * together, (first + part.key_heads) * together)
+    values = range(heads.start * whole.value_dim, heads.stop * whole.value_dim)
+    conv = read("linear_attn.conv1d.weight", whole.channels, 1, whole.kernel).squeeze(1)
+    parts = conv[keys], conv[whole.keys :][keys], conv[2 * whole.keys :][values.start : values.stop]
+    decay, bias = (read(f"linear_attn.{name}", whole.value_heads)[heads].float() for name in ("A_log", "dt_bias"))
+    return DeltaWeights(torch.cat(parts), -decay.exp(), bias, part.key_heads, whole.key_dim)
 
 
 def _read_norm(config: ModelConfig, checkpoint: Checkpoint, name: str, width: int) -> Tensor:
@@ -421,4 +542,9 @@ def _read_mlp(config: ModelConfig, matrices: ModelMatrices, checkpoint: Checkpoi
         raise ModelError(f"the experts of {prefix.removesuffix('.')} are not all stored alike, which is not supported")
     (router,) = matrices.router.projections
     chooses = checkpoint.read(f"{prefix}{router.name}.weight", *router.held, dtype=torch.float32)
-    return ExpertMlps.of_experts(chooses, mlps, config.experts.used, normalised=config.experts.normalised)
+    shared = None
+    if matrices.shared:
+        gate_up, down, gate = (matrix.read(checkpoint, prefix, in_few_bits) for matrix in matrices.shared)
+        shared = SharedExpert(GatedMlp(gate_up, down), gate)
+    kind = {"normalised": config.experts.normalised, "shared": shared}
+    return ExpertMlps.of_experts(chooses, mlps, config.experts.used, **kind)

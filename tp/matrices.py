@@ -16,7 +16,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ..kernels.layers import gated, gated_mlp, linear, products_are_independent, rms_norm
+from ..kernels.layers import by_sigmoid, gated, gated_mlp, linear, products_are_independent, rms_norm
 from ..kernels.packages import usable_packages
 from ..kernels.quantised import (
     Choice,
@@ -31,6 +31,7 @@ from ..kernels.selection import STEP_ROWS, on_cpu
 from .errors import ModelError
 from .model.config import ModelConfig
 from .model.families import Experts
+from .model.linear_attention import LinearAttention
 from .model.quantisation import Quantisation, StoredTensors, part_of
 from .parallel.ranks import ALONE
 from .parallel.split import Split
@@ -268,6 +269,23 @@ class GatedMlp:
 
 
 @dataclass(frozen=True)
+class SharedExpert:
+    """The expert of a layer that all rows have, or a rank's part of it."""
+
+    mlp: GatedMlp
+    gate: Weight
+    """`[1, hidden]`: what it gives for a row is multiplied by the sigmoid of the product."""
+
+    @property
+    def weights(self) -> tuple[Weight, ...]:
+        return *self.mlp.weights, self.gate
+
+    def of(self, rows: Tensor) -> Tensor:
+        """What it gives for `rows` `[n, hidden]`, which are normed."""
+        return by_sigmoid(self.mlp.of(rows), self.gate.times(rows))
+
+
+@dataclass(frozen=True)
 class ExpertMlps:
     """A mixture of experts in the place of a layer's MLP, or a rank's part of each expert.
 
@@ -284,20 +302,29 @@ class ExpertMlps:
     """Whether the weights of a row's experts sum to 1."""
     stacked: tuple[QuantisedMatrix, QuantisedMatrix] | None = None
     """Those of all experts in one, gate and up, and down, where products are with what is chosen of it."""
+    shared: SharedExpert | None = None
 
     @classmethod
-    def of_experts(cls, router: Tensor, experts: Sequence[GatedMlp], used: int, *, normalised: bool) -> ExpertMlps:
+    def of_experts(
+        cls,
+        router: Tensor,
+        experts: Sequence[GatedMlp],
+        used: int,
+        *,
+        normalised: bool,
+        shared: SharedExpert | None = None,
+    ) -> ExpertMlps:
         """With what experts hold in one piece, where that can be used."""
         gate_up, down = (_stacked([one.weights[i] for one in experts]) for i in range(2))
         if gate_up is None or down is None:
-            return cls(router, tuple(experts), used, normalised)
+            return cls(router, tuple(experts), used, normalised, shared=shared)
 
         def part(matrix: QuantisedMatrix, expert: int) -> Weight:
             size = matrix.shape[0] // len(experts)
             return QuantisedWeight((matrix.outputs(slice(expert * size, (expert + 1) * size)),))
 
         parts = tuple(GatedMlp(part(gate_up, i), part(down, i)) for i in range(len(experts)))
-        return cls(router, parts, used, normalised, (gate_up, down))
+        return cls(router, parts, used, normalised, (gate_up, down), shared)
 
     @property
     def waits(self) -> bool:
@@ -306,9 +333,10 @@ class ExpertMlps:
 
     @property
     def weights(self) -> tuple[Weight, ...]:
+        shared = self.shared.weights if self.shared else ()
         if self.stacked:
-            return DenseWeight(self.router), *(QuantisedWeight((matrix,)) for matrix in self.stacked)
-        return DenseWeight(self.router), *(weight for one in self.experts for weight in one.weights)
+            return DenseWeight(self.router), *(QuantisedWeight((matrix,)) for matrix in self.stacked), *shared
+        return DenseWeight(self.router), *(weight for one in self.experts for weight in one.weights), *shared
 
     def of(self, rows: Tensor, *, norm: Tensor, eps: float, onto: Tensor | None = None) -> Tensor:
         """See `GatedMlp.of`."""
@@ -316,6 +344,8 @@ class ExpertMlps:
         shares, of_experts = self._chosen(rows)
         sums = self._one_by_one if self.waits or len(rows) > STEP_ROWS else self._together
         total = sums(rows, shares, of_experts).to(rows.dtype)
+        if self.shared:
+            total += self.shared.of(rows)
         return total if onto is None else onto.add_(total)
 
     def _together(self, rows: Tensor, shares: Tensor, of_experts: Tensor) -> Tensor:
@@ -361,10 +391,16 @@ class ModelMatrices:
     """All that a rank holds of a model."""
 
     qkv: Matrix
-    """Of each layer, as are the next three; the names are those within a layer."""
+    """Of each layer with attention to keys and values, as is the next; the names are those within a layer."""
     o: Matrix
+    linear: tuple[Matrix, Matrix] | None
+    """Of layers with linear attention: what goes in, and what comes out."""
+    linear_layers: frozenset[int]
     mlp: tuple[Matrix, Matrix]
-    """Gate and up, and down; of each expert, whose number is in the place of `{}` in names."""
+    """Of each layer, as are the next three: gate and up, and down; of each expert, whose number is in the place of `{}`
+    in names."""
+    shared: tuple[Matrix, Matrix, Matrix] | None
+    """Of the expert that all rows have, the same, and its gate."""
     router: Matrix | None
     """What experts are chosen by, in float32."""
     embedding: Matrix
@@ -375,10 +411,13 @@ class ModelMatrices:
     experts: Experts | None
     num_layers: int
     norms: int
-    """Numbers of a layer's norms."""
+    """Numbers of a layer's norms, without those of attention."""
+    attention_norms: int
     float32_norms: bool
     vectors: int
-    """Numbers of a layer that are added behind its sums over ranks."""
+    """Other numbers of a layer with attention to keys and values: those that are added behind its sums over ranks."""
+    linear_vectors: tuple[int, int]
+    """Of one with linear attention: in the dtype that is computed in, and in float32."""
     quantisation: Quantisation | None
     """How matrices of layers are stored that are not in the dtype that is computed in."""
 
@@ -395,9 +434,21 @@ class ModelMatrices:
             gate, up, down = experts.names.gate, experts.names.up, experts.names.down
         gate_up = Matrix(tuple(Projection(name, intermediate, hidden, split.mlp) for name in (gate, up)))
         head = Projection("lm_head", config.vocab_size, hidden, split.vocabulary)
+        asked = Projection("self_attn.q_proj", num_queries, hidden, queries)
+        if config.output_gate:
+            asked = replace(asked, outputs=2 * num_queries, rows=slice(2 * queries.start, 2 * queries.stop))
+        shared, linear = None, config.linear
+        if experts and experts.shared_width:
+            name, width = experts.names.shared, experts.shared_width
+            both = tuple(Projection(f"{name}.{one}_proj", width, hidden, split.shared) for one in ("gate", "up"))
+            down_shared = Projection(f"{name}.down_proj", hidden, width, columns=split.shared)
+            shared = Matrix(both), Matrix((down_shared,)), Matrix((Projection(f"{name}_gate", 1, hidden),))
         return cls(
-            qkv=Matrix((Projection("self_attn.q_proj", num_queries, hidden, queries), *of_keys), bias=config.qkv_bias),
+            qkv=Matrix((asked, *of_keys), bias=config.qkv_bias),
             o=Matrix((Projection("self_attn.o_proj", hidden, num_queries, columns=queries),)),
+            linear=_linear_matrices(linear, hidden, split) if linear else None,
+            linear_layers=frozenset(linear.layers if linear else ()),
+            shared=shared,
             mlp=(gate_up, Matrix((Projection(down, hidden, intermediate, columns=split.mlp),))),
             router=Matrix((Projection(experts.names.router, experts.count, hidden),)) if experts else None,
             experts=experts,
@@ -405,9 +456,11 @@ class ModelMatrices:
             head=None if config.tie_word_embeddings else Matrix((head,)),
             head_rows=split.vocabulary_room,
             num_layers=config.num_layers,
-            norms=hidden * (4 if config.norms_behind else 2) + 2 * size * config.qk_norm,
+            norms=hidden * (4 if config.norms_behind else 2),
+            attention_norms=2 * size * config.qk_norm,
             float32_norms=config.float32_norms,
             vectors=hidden * config.o_bias,
+            linear_vectors=_linear_vectors(split.config(config).linear),
             quantisation=config.quantisation,
         )
 
@@ -426,7 +479,11 @@ class ModelMatrices:
         """All of them; of the output head as many rows as the rank with the most has."""
         hidden, router = self.embedding.shape[1], self.router.numbers if self.router else 0
         of_mlps = self._num_mlps * sum(matrix.numbers for matrix in self.mlp)
-        layers = self.num_layers * (self.qkv.numbers + self.o.numbers + of_mlps + router + self.norms + self.vectors)
+        of_mlps += sum(matrix.numbers for matrix in self._shared)
+        attention = self.qkv.numbers + self.o.numbers + self.attention_norms + self.vectors
+        linear = sum(matrix.numbers for matrix in self.linear or ()) + sum(self.linear_vectors)
+        layers = self.num_layers * (of_mlps + router + self.norms)
+        layers += (self.num_layers - len(self.linear_layers)) * attention + len(self.linear_layers) * linear
         return layers + self.embedding.numbers + (self.head is not None) * self.head_rows * hidden + hidden
 
     @property
@@ -456,24 +513,43 @@ class ModelMatrices:
 
     @property
     def of_layer(self) -> tuple[Matrix, ...]:
-        """The matrices of a layer, but for the router."""
-        return self.qkv, self.o, *(matrix for mlp in self.mlps for matrix in mlp)
+        """The matrices of any layer, but for the router."""
+        return self.qkv, self.o, *(self.linear or ()), *(matrix for mlp in self.mlps for matrix in mlp), *self._shared
+
+    @property
+    def _shared(self) -> tuple[Matrix, ...]:
+        return self.shared or ()
+
+    def mixer(self, layer: int) -> tuple[Matrix, Matrix]:
+        """What goes into a layer's attention, and what comes out of it."""
+        return self.linear if self.linear and layer in self.linear_layers else (self.qkv, self.o)
 
     def _layer_bytes(self, dtype: torch.dtype, share: float = 1.0) -> int:
         """Of all layers, of whose MLPs a `share` counts, and of the norm behind them."""
         router = 4 * self.router.numbers if self.router else 0
         of_norm = 4 if self.float32_norms else dtype.itemsize
-        vectors = self.norms * of_norm + self.vectors * dtype.itemsize
-        found = self.num_layers * (vectors + router) + self.embedding.shape[1] * of_norm
-        prefixes = [layer_prefix(layer) for layer in range(self.num_layers)] if self.quantisation else [""]
-        for prefix in prefixes:
-            of_attention = (matrix.num_bytes(dtype, self.quantisation, prefix) for matrix in (self.qkv, self.o))
+        attention = self.attention_norms * of_norm + self.vectors * dtype.itemsize
+        linear = self.linear_vectors[0] * dtype.itemsize + self.linear_vectors[1] * 4
+        found = self.num_layers * (self.norms * of_norm + router) + self.embedding.shape[1] * of_norm
+        found += (self.num_layers - len(self.linear_layers)) * attention + len(self.linear_layers) * linear
+        for layer, count in self._alike():
+            prefix = layer_prefix(layer)
             # All experts of a layer are stored alike.
             first = (matrix.of_expert(0) for matrix in self.mlp)
             of_mlp = sum(matrix.num_bytes(dtype, self.quantisation, prefix) for matrix in first)
-            whole = sum(of_attention) + int(share * self._num_mlps * of_mlp)
-            found += whole if self.quantisation else self.num_layers * whole
+            others = (*self.mixer(layer), *self._shared)
+            whole = sum(matrix.num_bytes(dtype, self.quantisation, prefix) for matrix in others)
+            found += count * (whole + int(share * self._num_mlps * of_mlp))
         return found
+
+    def _alike(self) -> list[tuple[int, int]]:
+        """Layers, and how many there are with as many bytes as each, itself included."""
+        if self.quantisation:
+            return [(layer, 1) for layer in range(self.num_layers)]
+        linear = len(self.linear_layers)
+        whole = next(layer for layer in range(self.num_layers) if layer not in self.linear_layers)
+        found = [(whole, self.num_layers - linear)]
+        return [*found, (min(self.linear_layers), linear)] if linear else found
 
     def _bytes_of(self, matrix: Matrix, outputs: int, dtype: torch.dtype) -> int:
         """Of so many outputs of the embedding or the output head."""
@@ -488,8 +564,44 @@ class ModelMatrices:
             return 0
         head = self.head or self.embedding
         of_head = [head] if self.quantisation.covers(head.projections[0].name) else []
-        largest = max(prod(matrix.shape) for matrix in (self.qkv, self.o, *self.mlp, *of_head))
+        of_layers = self.qkv, self.o, *(self.linear or ()), *self.mlp, *self._shared
+        largest = max(prod(matrix.shape) for matrix in (*of_layers, *of_head))
         return expansion_bytes(largest, dtype, is_step=is_step)
+
+
+def _linear_matrices(linear: LinearAttention, hidden: int, split: Split) -> tuple[Matrix, Matrix]:
+    """See `ModelMatrices.linear`. Outputs of a rank's heads follow one another, whichever projection they are of."""
+    heads, names = split.key_heads, linear.names.inputs
+    together = linear.value_heads // linear.key_heads
+    values = slice(heads.start * together, heads.stop * together)
+
+    def part(name: str, outputs: int, width: int, heads: slice, first: int = 0) -> Projection:
+        """Of a projection, what some heads have, each of them `width` wide and the first one at `first`."""
+        return Projection(name, outputs, hidden, slice(first + heads.start * width, first + heads.stop * width))
+
+    if linear.names.by_key_head:
+        widths = 2 * linear.key_dim + 2 * together * linear.value_dim, 2 * together
+        both = zip(names, widths, strict=True)
+        inputs = tuple(part(name, linear.key_heads * width, width, heads) for name, width in both)
+    else:
+        qkv, z, b, a = names
+        keys = [part(qkv, linear.channels, linear.key_dim, heads, first) for first in (0, linear.keys)]
+        of_values = part(qkv, linear.channels, linear.value_dim, values, 2 * linear.keys)
+        whole = heads == slice(0, linear.key_heads)
+        inputs = (
+            *((Projection(qkv, linear.channels, hidden),) if whole else (*keys, of_values)),
+            part(z, linear.values, linear.value_dim, values),
+            *(part(name, linear.value_heads, 1, values) for name in (b, a)),
+        )
+    columns = slice(values.start * linear.value_dim, values.stop * linear.value_dim)
+    return Matrix(inputs), Matrix((Projection("linear_attn.out_proj", hidden, linear.values, columns=columns),))
+
+
+def _linear_vectors(linear: LinearAttention | None) -> tuple[int, int]:
+    """See `ModelMatrices.linear_vectors`; of a rank's part."""
+    if linear is None:
+        return 0, 0
+    return linear.kernel * linear.channels + linear.value_dim, 2 * linear.value_heads
 
 
 def layer_prefix(index: int) -> str:

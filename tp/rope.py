@@ -12,7 +12,7 @@ from .model.config import ModelConfig
 from .model.rope_scaling import RopeConfig
 
 Angles = tuple[Tensor, Tensor]
-"""Cosines and signed sines of `n` positions, each `[n, head_dim]`, float32."""
+"""Cosines and signed sines of `n` positions, each `[n, rotated dimensions]`, float32."""
 
 RopeRows = tuple[Tensor, ...]
 """Those of `n` positions for each kind of layer, one behind the other: see `Rope.angles`."""
@@ -24,7 +24,7 @@ _PIECE = 65536
 
 def rope_bytes(config: ModelConfig, positions: int) -> int:
     """Bytes of the tables for so many positions."""
-    return 2 * 4 * config.head_dim * positions * len(config.ropes)
+    return 2 * 4 * config.rotated * positions * len(config.ropes)
 
 
 class Rope:
@@ -39,7 +39,7 @@ class Rope:
     """
 
     def __init__(self, config: ModelConfig, device: torch.device) -> None:
-        self._head_dim, self._kinds, self._device = config.head_dim, config.ropes, device
+        self._width, self._kinds, self._device = config.rotated, config.ropes, device
         windows = [config.sliding_window(layer) for layer in range(config.num_layers)]
         self._kind_of = [int(len(self._kinds) > 1 and window is not None) for window in windows]
         self._prompt_length = 0
@@ -59,7 +59,7 @@ class Rope:
         return True
 
     def _forget(self) -> None:
-        empty = torch.empty(0, self._head_dim, device=self._device)
+        empty = torch.empty(0, self._width, device=self._device)
         self._tables = [(empty, empty)] * len(self._kinds)
 
     @property
@@ -81,18 +81,19 @@ class Rope:
         lengths = torch.arange(1, positions + 1)
         lengths[: self._prompt_length] = self._prompt_length
         for kind, config in enumerate(self._kinds):
-            cos, sin = (torch.empty(positions, self._head_dim, device=self._device) for _ in range(2))
+            cos, sin = (torch.empty(positions, self._width, device=self._device) for _ in range(2))
             for first in range(0, positions, _PIECE):
                 piece = slice(first, first + _PIECE)
                 self._fill(config, first, lengths[piece], cos[piece], sin[piece])
             self._tables[kind] = cos, sin
 
     def _fill(self, config: RopeConfig, first: int, lengths: Tensor, cos: Tensor, sin: Tensor) -> None:
-        """Writes rows `[n, head_dim]` of a table, from position `first` on; `lengths`: see `inverse_frequencies`."""
-        frequencies = config.inverse_frequencies(self._head_dim, lengths).to(self._device)
+        """Writes rows `[n, rotated dimensions]` of a table, from position `first` on; for `lengths` see
+        `inverse_frequencies`."""
+        frequencies = config.inverse_frequencies(self._width, lengths).to(self._device)
         positions = torch.arange(first, first + len(lengths), device=self._device)
-        angles = positions.float().unsqueeze(1) * frequencies  # [n, head_dim / 2]
-        half = self._head_dim // 2
+        angles = positions.float().unsqueeze(1) * frequencies  # [n, rotated dimensions / 2]
+        half = self._width // 2
         torch.mul(angles.cos(), config.attention_factor, out=cos[:, :half])
         torch.mul(angles.sin(), config.attention_factor, out=sin[:, half:])
         cos[:, half:] = cos[:, :half]

@@ -14,6 +14,7 @@ from ...tp.decoder import Decoder
 from ...tp.errors import CapacityError
 from ..caches.full import FullCache
 from ..caches.recent_mass import RECENT_ROWS
+from ..caches.states import States
 from ..caches.windows import WindowBlocks
 from ..contexts.home import contexts_root
 from ..held import Holder, bytes_by_part, held_bytes
@@ -124,13 +125,16 @@ class KeptCache:
         full = text.full
         tokens = min(common_length(text.tokens, prompt), full.length, most)
         if not text.in_use:
-            return tokens if tokens > full.start and full.reaches(tokens) else 0  # else another has as many
+            tokens = full.reachable(tokens)
+            return tokens if tokens > full.start else 0  # else another has as many
         # What was generated was computed with other tiles than a prompt.
         tiling, lengths = self._decoder.tiling, (len(prompt), text.prompt_tokens)
-        tokens = tiling.shareable(min(tokens, text.prompt_tokens), *lengths)
-        while tokens % full.chunk_size:
-            tokens = tiling.shareable(tokens - 1, *lengths)
-        return tokens if full.reaches(tokens) else 0
+        tokens, found = min(tokens, text.prompt_tokens), -1
+        while tokens != found or tokens % full.chunk_size:
+            tokens -= tokens == found
+            found = tiling.shareable(tokens, *lengths)
+            tokens = full.reachable(found)
+        return tokens
 
     def can_be_taken_over(self, text: KnownText | None) -> bool:
         """Whether there is a text whose cache can be taken over: its sequence has ended, and none that runs builds on
@@ -393,7 +397,7 @@ class KeptCache:
         decoder, placement = self._decoder, plan.placement
         if placement.streams and self._link is None:
             self._link = self._system.make_link(decoder.device, self._link_gbps)
-        blocks = windows = failure = None
+        blocks = windows = states = failure = None
         part, limits = decoder.part, self._system.limits
         where = {"dtype": decoder.dtype, "device": decoder.device}
         try:
@@ -401,19 +405,20 @@ class KeptCache:
                 host = {"host": self._system.host, "disk": self.disk, "on_memory": on_memory}
                 blocks = self._system.make_blocks(part.full_layers, placement, self._link, **where, **host)
                 windows = WindowBlocks(part, **where, chunk_size=plan.chunk_size, limits=limits)
+                states = States.of(part, **where, rows=plan.state_rows)
         except CapacityError as error:
             error.__traceback__ = error.__cause__ = error.__context__ = None  # which hold what was taken
             failure = error
         reasons = decoder.ranks.gather(str(failure) if failure else None)
         short = next((rank for rank, reason in enumerate(reasons) if reason is not None), None)
         if blocks is None or windows is None or short is not None:
-            blocks = windows = None  # or the error would hold them
+            blocks = windows = states = None  # or the error would hold them
             try:
                 raise failure or CapacityError(f"rank {short}: {reasons[short or 0]}")
             finally:
                 failure = None  # or the error and this frame would hold each other, and the frames of who catches it
         sizes = {"chunk_size": plan.chunk_size, "step_rows": limits.step_rows, "start": plan.request.shared}
-        made = FullCache(part, decoder.rope, blocks, **sizes, prefix=prefix, windows=windows)
+        made = FullCache(part, decoder.rope, blocks, **sizes, prefix=prefix, windows=windows, states=states)
         self._made.add(made)
         return made
 

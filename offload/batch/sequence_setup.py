@@ -286,17 +286,19 @@ class SequenceSetup:
         # All sequences of a batch are verified with the lengths of its tiers.
         rows = max(plan.mass_rows, self.tiers[0].control.longest_draft + 1) if speculates else 0
         full.keep_mass(rows=rows)
+        if full.states:
+            full.states.keep_rows(plan.state_rows)
         refresh = streaming = None
         passes = {"verify": self._passes("verify", models.target, full)}
         if speculates:
             target = models.target
             kind = {"budget": plan.budget, "chunk_size": plan.chunk_size}
-            kind |= {"tail": plan.tail, "headroom": plan.tail_ahead}
+            kind |= {"tail": plan.tail, "headroom": plan.tail_ahead, "state_rows": plan.state_rows}
             retrieval = RetrievalCache(full, target.rope, **kind, join=target.mean_over_copies)
             passes["retrieval"] = self._passes("retrieval", target, retrieval)
             refresh = RetrievalRefresh(retrieval, RefreshPolicy(models.settings.refresh), rows)
         if models.draft and len(self.tiers) == 3:
-            streaming = StreamingCache(models.draft)
+            streaming = StreamingCache(models.draft, certain=lambda: full.length, state_rows=plan.state_rows)
             passes["draft"] = self._passes("draft", models.draft, streaming)
         eos = () if order.ignore_eos else models.target.config.eos_token_ids
         sampler = Sampler(order.sampling, self._noise(order.sampling, order.number), frozenset(eos))

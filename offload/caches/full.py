@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ...kernels.attention import takes_joined
 from ...kernels.cpu.library import arithmetic
+from ...kernels.delta_rule import DeltaWeights
 from ...kernels.selection import STEP_ROWS
 from ...tp.model.config import ModelConfig
 from ...tp.rope import Rope, RopeRows
@@ -28,6 +29,7 @@ from ..transfer.link import Traffic
 from ..transfer.placement import block_size_for
 from .block_attention import BlockAttention, QueryRows
 from .recent_mass import RECENT_ROWS, MassPart, RecentMass
+from .states import States
 from .windows import WindowBlocks
 
 MASS_ROWS = 32
@@ -61,6 +63,7 @@ class FullCache:
         start: int = 0,
         step_rows: int = STEP_ROWS,
         windows: WindowBlocks | None = None,
+        states: States | None = None,
     ) -> None:
         """Args:
         config: of the rank's part of the model.
@@ -70,18 +73,20 @@ class FullCache:
         prefix: another sequence's cache, which holds the first `start` tokens of this one too, as long as this lives.
         start: whole chunks, and whole splits of the attention kernels.
         step_rows: see `Limits`.
-        windows: where the last tokens of the other layers are, empty; `None`: memory is taken for them.
+        windows, states: where the last tokens of other layers are, and their states, empty; `None`: memory is taken for
+            them.
         """
         self.config, self._places = config, config.full_places
         self.blocks = blocks
         self.windows = windows or WindowBlocks(config, dtype=blocks.dtype, device=blocks.device, chunk_size=chunk_size)
+        self.states = states or States.of(config, blocks.dtype, blocks.device)
         self.prefix, self.start = prefix, start
         self.chunk_size = chunk_size
         self.reads = ReadCounter()
         self._mass_rows, self._step_rows = MASS_ROWS, step_rows
         self.rope = rope
         self.end_run()
-        self._filled = [start] * config.num_layers
+        self._filled = [start] * config.kv_layers
         self._begin = self._stop = start  # of the pass under way
         self._restored = 0  # leading tokens
         self._restored_with: tuple[int | None, ...] = ()  # the numbers of their arithmetic
@@ -89,7 +94,7 @@ class FullCache:
 
     @property
     def length(self) -> int:
-        return self._filled[-1]
+        return min(self._filled[-1], self.states.length) if self.states else self._filled[-1]
 
     @classmethod
     def on_device(
@@ -126,13 +131,16 @@ class FullCache:
         """See `offload.held`: of this cache's own tokens, not of its prefix's."""
         yield from self.blocks.held()
         yield from self.windows.held()
+        if self.states:
+            yield from self.states.held()
         yield from self._mass.held()
         yield from self._attention.held()
 
     @property
     def kept_bytes(self) -> int:
         """Bytes that its own keys and values take on the device, with what they pass through."""
-        return held_bytes([*self.blocks.held(), *self.windows.held()])
+        of_states = self.states.held() if self.states else ()
+        return held_bytes([*self.blocks.held(), *self.windows.held(), *of_states])
 
     def read_so_far(self) -> ReadCounter:
         """What attention has read of this cache's and its prefix's tokens."""
@@ -157,7 +165,7 @@ class FullCache:
         self._collector: weakref.WeakMethod[Callable[[], BlockCollector | None]] | None = None
         config, max_chunks = self.config, -(-self.capacity // self.chunk_size)
         self._attention = BlockAttention(config.attention_scale, self.chunk_size)
-        self._mass = RecentMass(config.num_layers, config.num_kv_heads, max_chunks, self.chunk_size)
+        self._mass = RecentMass(config.kv_layers, config.num_kv_heads, max_chunks, self.chunk_size)
 
     def keep_mass(self, rows: int) -> None:
         """Has the passes to come keep the attention that chunks are chosen by, or not.
@@ -187,7 +195,17 @@ class FullCache:
             first_row, stop = self.length - holder.start, next_one.start - holder.start
             holder.blocks.prepare(holder.length - holder.start, 0, rows=n, first_row=first_row, stop=stop)
         self._begin, self._stop = self.length, self.length + n
-        self.blocks.prepare(self.length - self.start, n)
+        self.blocks.prepare(self._begin - self.start, n)
+        self.begin_states(n)
+
+    def begin_states(self, n: int) -> None:
+        """Announces a pass over `n` tokens to states, if there are any."""
+        if self.states:
+            self.states.begin(self.length, n)
+
+    def advance_states(self, layer: int, inputs: Tensor, gates: Tensor, weights: DeltaWeights) -> Tensor:
+        assert self.states
+        return self.states.advance(layer, inputs, gates, weights)
 
     def pausable(self, n: int) -> bool:
         """Whether a pass over `n` tokens can be set aside between two layers: not where blocks stream past in it."""
@@ -335,12 +353,12 @@ class FullCache:
 
     def count_read(self, tokens: int) -> None:
         """Counts the keys and values of so many tokens of a layer as read."""
-        self.reads.num_bytes += tokens * self.config.kv_bytes_per_token(self.blocks.dtype) // self.config.num_layers
+        self.reads.num_bytes += tokens * self.config.kv_bytes_per_token(self.blocks.dtype) // self.config.kv_layers
 
     def move_from(self, other: FullCache, length: int) -> None:
         """Moves the first `length` tokens of `other` here, if that can be done. This was empty; `other` is now."""
         if self.blocks.move_from(other.blocks, length):
-            self.windows.copy_from(other.windows, length)
+            self._copy_others(other, length)
             self._filled = [length] * len(self._filled)
             self._restored, self._restored_with = min(length, other._restored), other._restored_with
 
@@ -348,7 +366,7 @@ class FullCache:
         """Copies the first `length` tokens of `other` here, which it reaches, but for those of the prefix, which begins
         no earlier than its own. This was empty."""
         start = self.start
-        self.windows.copy_from(other.windows, length)
+        self._copy_others(other, length)
         if length == start:
             return
         other.blocks.drain()  # blocks may be on their way to where they are read
@@ -362,6 +380,12 @@ class FullCache:
 
                 self.blocks.restore(place, length - start, read)
         self.restored(length, other.computed_with(start, length))
+
+    def _copy_others(self, other: FullCache, length: int) -> None:
+        """Copies what of the first `length` tokens is not in blocks."""
+        self.windows.copy_from(other.windows, length)
+        if self.states and other.states:
+            self.states.copy_from(other.states, length)
 
     def export(self, layer: int, start: int, stop: int) -> Callable[[], list[Tensor]]:
         """See `Blocks`; of this cache's own tokens, and zeros of those that a layer does not keep any more."""
@@ -399,15 +423,25 @@ class FullCache:
         here = (arithmetic(self.blocks.device.type),) if stop > self._restored else ()
         return tuple(dict.fromkeys((*restored, *here)))
 
-    def reaches(self, length: int) -> bool:
-        """Whether it can be rolled back to so many tokens, or they can be copied: no layer lacks some of what comes
-        before the next one."""
-        return self.windows.reaches(length)
+    def reachable(self, length: int) -> int:
+        """The most tokens, up to so many, that it can be rolled back to, or that can be copied: no layer lacks some of
+        what comes before the next one."""
+        if self.states:
+            length = self.states.reachable(length)
+        return length if self.windows.reaches(length) else 0
+
+    def keep_states_at(self, positions: Sequence[int]) -> None:
+        """See `States.keep_at`."""
+        if self.states:
+            self.states.keep_at(positions)
 
     def rollback(self, length: int) -> None:
-        if not self.reaches(min(length, self.length)):  # a long pass was broken off
+        length = min(length, self.length)
+        if self.reachable(length) < length:  # a long pass was broken off
             self.windows.forget()
             length = self.start
+        if self.states:
+            self.states.rollback(length)
         self._filled = [min(filled, length) for filled in self._filled]
         self._restored = min(self._restored, length)
         self._begin = self._stop = self.length

@@ -16,9 +16,11 @@ from torch import Tensor
 
 from ...kernels.attention import Scratch, attend
 from ...kernels.chunks import chunk_scores, copy_chunks, select_chunks
+from ...kernels.delta_rule import DeltaWeights
 from ...tp.rope import Rope
 from ..held import Held, held_scratch
 from .full import BlockCollector, FullCache
+from .states import LEAST_ROWS
 from .token_slots import TokenSlots
 
 COPIED = 1024
@@ -48,12 +50,14 @@ class RetrievalCache:
         chunk_size: int,
         tail: int = 64,
         headroom: int = 0,
+        state_rows: int = LEAST_ROWS,
         join: Callable[[list[Tensor]], list[Tensor]] = list,
     ) -> None:
         """Args:
         budget: in tokens, of which whole chunks of `chunk_size` tokens are kept (at least one).
         tail: tokens there is room for behind the chunks; more take new memory.
         headroom: those that may come before chunks that are chosen after the next round have taken their place.
+        state_rows: tokens of a round whose states can be taken back.
         join: averages over the ranks that hold the same KV head the mass that chunks got, all layers at a time.
         """
         self.source = source
@@ -67,7 +71,8 @@ class RetrievalCache:
         self._rope = rope
         self._scale = source.config.attention_scale
         self._scratch = Scratch()
-        num_layers = source.config.num_layers
+        self._states = source.states and source.states.drafting(state_rows)
+        num_layers = source.config.kv_layers
         self._buffers: list[tuple[Tensor, Tensor]] = []  # keys, values [num_kv_heads, room, head_dim] per layer
         self._kept = 0  # tokens in chunks, at the front of a buffer
         self._tail_start = 0  # position of the first token of the tail
@@ -91,6 +96,8 @@ class RetrievalCache:
         yield from (("retrieval", buffer) for layer in self._buffers for buffer in layer)
         if self._selected:
             yield from (("retrieval", chunks) for chunks in self._selected.chunks)
+        if self._states:
+            yield from self._states.held()
         yield from held_scratch(self._scratch)
 
     @property
@@ -104,8 +111,8 @@ class RetrievalCache:
         self._drop_passes = [known for known in self._drop_passes if known()]
         self._drop_passes.append(weakref.WeakMethod(drop))
 
-    def token_slots(self, n: int) -> TokenSlots:
-        return self._slots_from(self.length)
+    def token_slots(self, n: int) -> TokenSlots | None:
+        return None if self._states else self._slots_from(self.length)
 
     def _slots_from(self, start: int) -> TokenSlots:
         return TokenSlots(start, self._kept + start - self._tail_start)
@@ -115,6 +122,12 @@ class RetrievalCache:
 
     def prepare(self, n: int) -> None:
         self._make_room(self._kept + self.length - self._tail_start + n)
+        if self._states:
+            self._states.begin(self.length, n)
+
+    def advance_states(self, layer: int, inputs: Tensor, gates: Tensor, weights: DeltaWeights) -> Tensor:
+        assert self._states
+        return self._states.advance(layer, inputs, gates, weights)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         start, n = self._filled[layer], q.shape[1]
@@ -243,7 +256,7 @@ class RetrievalCache:
         c, blocks = self.source.config, self.source.blocks
         if not self._buffers:
             empty = torch.empty(c.num_kv_heads, 0, c.head_dim, dtype=blocks.dtype, device=blocks.device)
-            self._buffers = [(empty, empty)] * c.num_layers
+            self._buffers = [(empty, empty)] * c.kv_layers
         for layer, (keys, values) in enumerate(self._buffers):
             if keys.shape[1] < wanted:
                 self._buffers[layer] = _grown(keys, wanted), _grown(values, wanted)

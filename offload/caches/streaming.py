@@ -3,7 +3,8 @@
 Keys are stored without rotation, and positions are counted within the cache, so a model trained on short texts drafts
 as well at token 128,000 as at token 200. Towards the sinks a query at position `t` is rotated to
 `min(t, sinks + window - 1)`; towards the recent tokens distances are the true ones. What a query sees depends on the
-tokens alone, not on how they were grouped into passes.
+tokens alone, not on how they were grouped into passes. Layers with linear attention have states, which begin with the
+tokens that a prefill runs.
 """
 
 from __future__ import annotations
@@ -14,11 +15,13 @@ import torch
 from torch import Tensor
 
 from ...kernels.attention import Scratch, attend, new_running
+from ...kernels.delta_rule import DeltaWeights
 from ...tp.decoder import Decoder
 from ...tp.devices import to_device
 from ...tp.model.config import ModelConfig
 from ..held import Held, held_scratch
 from ..vocabulary import readable
+from .states import LEAST_ROWS, States
 from .token_slots import TokenSlots
 
 SINKS, WINDOW = 16, 240
@@ -35,7 +38,7 @@ STREAMING_POSITIONS = SINKS + WINDOW + 2 * SLACK
 def streaming_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
     """Bytes of a `StreamingCache` of these lengths: keys and values of the sinks, and of the rest also rotated keys."""
     rows = 2 * SINKS + 3 * (WINDOW + 2 * SLACK)
-    return rows * config.num_layers * config.num_kv_heads * config.head_dim * dtype.itemsize
+    return rows * config.kv_layers * config.num_kv_heads * config.head_dim * dtype.itemsize
 
 
 def streaming_prefill(num_layers: int) -> int:
@@ -46,26 +49,38 @@ def streaming_prefill(num_layers: int) -> int:
 class StreamingCache:
     """The first `sinks` tokens and the last `window` ones. See `tp.decoder.Cache` for the interface."""
 
-    def __init__(self, decoder: Decoder, *, sinks: int = SINKS, window: int = WINDOW, slack: int = SLACK) -> None:
+    def __init__(
+        self,
+        decoder: Decoder,
+        *,
+        sinks: int = SINKS,
+        window: int = WINDOW,
+        slack: int = SLACK,
+        certain: Callable[[], int] | None = None,
+        state_rows: int = LEAST_ROWS,
+    ) -> None:
+        """Args: `certain` and `state_rows` are those of `States`, if the model has any."""
         config = decoder.config
+        linear, where = config.linear, (decoder.dtype, decoder.device)
+        self._states = States(linear, *where, rows=state_rows, certain=certain) if linear else None
         self.sinks, self.window, self.slack = sinks, window, slack
         self._rope = decoder.rope
-        self._num_layers = config.num_layers
+        self._num_layers = config.kv_layers
         self._scale = config.attention_scale
         self._scratch = Scratch()
         self._room = window + 2 * slack
         self._rope.reserve(sinks + self._room)
 
         def zeros(n: int) -> list[Tensor]:
-            shape = (config.num_layers, config.num_kv_heads, n, config.head_dim)
+            shape = (config.kv_layers, config.num_kv_heads, n, config.head_dim)
             return list(torch.zeros(shape, dtype=decoder.dtype, device=decoder.device))
 
         self._sink_keys, self._sink_values = zeros(sinks), zeros(sinks)  # rotated: their position never changes
         self._keys, self._values = zeros(self._room), zeros(self._room)  # recent keys, not rotated
         self._rotated = zeros(self._room)  # recent keys, rotated to their slot
-        self._origins = [sinks] * config.num_layers  # position of slot 0
-        self._right_from = [sinks] * config.num_layers  # recent tokens from this position on are not affected by `skip`
-        self._filled = [0] * config.num_layers
+        self._origins = [sinks] * config.kv_layers  # position of slot 0
+        self._right_from = [sinks] * config.kv_layers  # recent tokens from this position on are not affected by `skip`
+        self._filled = [0] * config.kv_layers
         self.at: TokenSlots | None = None
 
     @property
@@ -80,13 +95,15 @@ class StreamingCache:
         """See `offload.held`."""
         for layers in (self._sink_keys, self._sink_values, self._keys, self._values, self._rotated):
             yield from (("draft_kv", layer) for layer in layers)
+        if self._states:
+            yield from self._states.held()
         yield from held_scratch(self._scratch)
 
     def before_growth(self, drop: Callable[[], None]) -> None:
         """Nothing here grows."""
 
     def token_slots(self, n: int) -> TokenSlots | None:
-        if not self._steady(n):
+        if self._states or not self._steady(n):
             return None
         slot = self.length - self._origins[0]
         return TokenSlots(slot, slot)
@@ -100,9 +117,15 @@ class StreamingCache:
         self._filled = [length] * self._num_layers
 
     def prepare(self, n: int) -> None:
+        if self._states:
+            self._states.begin(self.length, n)
         if self._steady(n):  # move the window now, so that the pass itself never does
             for layer in range(self._num_layers):
                 self._make_slots(layer, self.length, n)
+
+    def advance_states(self, layer: int, inputs: Tensor, gates: Tensor, weights: DeltaWeights) -> Tensor:
+        assert self._states
+        return self._states.advance(layer, inputs, gates, weights)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         parts = []
@@ -175,6 +198,8 @@ class StreamingCache:
         reach = [max(edges) for edges in zip(self._origins, self._right_from, strict=True)]
         if max(reach) > max(self.sinks, length - self.window + 1):
             length = 0
+            if self._states:
+                self._states.restart(0)
         self._filled = [min(filled, length) for filled in self._filled]
         if self.length <= self.sinks:
             self._origins = [self.sinks] * self._num_layers
@@ -183,6 +208,8 @@ class StreamingCache:
     def skip(self, position: int) -> None:
         """Continues at `position` without the tokens before it. Layer `i`, whose input depends on tokens up to
         `i * window` before, is as if nothing had been skipped from `i * window` tokens later on."""
+        if self._states:
+            self._states.restart(position)
         self._filled = [position] * self._num_layers
         self._origins = [position] * self._num_layers
         self._right_from = [position + layer * self.window for layer in range(self._num_layers)]

@@ -12,7 +12,7 @@ _PIECE = 4096
 
 @torch.inference_mode()
 def fill_with_zeros(cache: FullCache, length: int) -> None:
-    """Brings an empty cache to `length` tokens whose keys and values are zeros.
+    """Brings an empty cache to `length` tokens whose keys and values, and states, are zeros.
 
     Where blocks stream, this takes a prefill's memory on the device: one layer at a time.
 
@@ -22,7 +22,9 @@ def fill_with_zeros(cache: FullCache, length: int) -> None:
     config, blocks = cache.config, cache.blocks
     zero = torch.zeros(1, dtype=blocks.dtype, device=blocks.device)
     cache.prepare(length)
-    for layer in range(config.num_layers):
+    for layer in range(config.kv_layers):
         for start in range(0, length, _PIECE):
             zeros = zero.expand(config.num_kv_heads, min(_PIECE, length - start), config.head_dim)
             cache.append(layer, zeros, zeros)
+    if cache.states:
+        cache.states.restart(length)

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ...kernels.delta_rule import DeltaWeights
 from ...tp.decoder import Cache
 from ...tp.rope import RopeRows
 from ..held import Held
@@ -50,6 +51,13 @@ class JoinedCache:
         ]
         return torch.cat(outs, dim=1)
 
+    def advance_states(self, layer: int, inputs: Tensor, gates: Tensor, weights: DeltaWeights) -> Tensor:
+        outs = [
+            cache.advance_states(layer, inputs[rows], gates[rows], weights)
+            for cache, rows in zip(self._caches, rows_of(self.counts), strict=True)
+        ]
+        return torch.cat(outs)
+
     def rollback(self, length: int) -> None:
         raise NotImplementedError("sequences are rolled back one by one")
 
@@ -68,6 +76,8 @@ class JoinedFullCache(JoinedCache):
 
     def prepare(self, n: int) -> None:
         self._attention.prepare(self.counts)
+        for cache, count in zip(self._caches, self.counts, strict=True):
+            cache.begin_states(count)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         rope, rotation = self._caches[0].rope, self.rotation()

@@ -73,7 +73,7 @@ class ModelContexts:
         self.store, self._directory, self._name = store, directory, name
         config = target.config
         dtype = str(target.dtype).removeprefix("torch.")
-        self.shape = Shape(config.num_layers, config.num_kv_heads, config.head_dim, dtype, _last_tokens(config))
+        self.shape = Shape(config.kv_layers, config.num_kv_heads, config.head_dim, dtype, _last_tokens(config))
         self._config, self._dtype, self._ranks = config, target.dtype, target.ranks
         self.packs = pack == "on" or (pack == "auto" and dtype == PACKABLE and packs_fast(torch.device("cpu")))
         """Whether what is saved is packed. What is saved already stays as it is."""
@@ -235,7 +235,7 @@ def _last_tokens(config: ModelConfig) -> tuple[int, ...]:
     """See `Shape`: of layers that keep the last tokens only what they see before the end of a segment, or before a few
     tokens less."""
     windows = config.kept_windows
-    lasts = (windows[layer] + RECENT_ROWS if layer in windows else 0 for layer in range(config.num_layers))
+    lasts = (windows[layer] + RECENT_ROWS if layer in windows else 0 for layer in range(config.kv_layers))
     return tuple(lasts) if windows else ()
 
 

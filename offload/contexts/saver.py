@@ -98,7 +98,7 @@ class Saver:
             stop = min(first + self._manifest.segment_tokens, tokens)
             if stop > full.length or not self._agree():
                 return
-            if not (full.reaches(stop) and full.reaches(max(first, stop - RECENT_ROWS))):
+            if not all(full.reachable(one) == one for one in (stop, max(first, stop - RECENT_ROWS))):
                 self.failure = "its layers with sliding windows have not kept what is to be saved"
                 return
             full.blocks.drain()

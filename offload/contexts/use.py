@@ -133,7 +133,7 @@ class ContextUse:
         while True:
             before = wanted = agreed
             # Down to nothing at all, which leaves no damaged numbers behind.
-            while good != wanted and not (good > wanted and full.reaches(wanted)):
+            while good != wanted and not (good > wanted and full.reachable(wanted) == wanted):
                 try:
                     yield from self._read(prefix, full, wanted)
                     good = wanted

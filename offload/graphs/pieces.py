@@ -65,6 +65,8 @@ class Pieces:
             return None
         if not isinstance(cache, FullCache | JoinedFullCache) or not capture.takes(self._decoder):
             return None
+        if self._decoder.config.linear:
+            return None
         if self._decoder.ranks.size > 1:  # one that fails between two sums would leave the others waiting
             return None
         key = n, num_logits, padded

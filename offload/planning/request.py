@@ -142,4 +142,4 @@ class RunRequest:
     @property
     def layer_token_bytes(self) -> int:
         """The same in one layer."""
-        return self.part.kv_bytes_per_token(self.dtype) // self.part.num_layers
+        return self.part.kv_bytes_per_token(self.dtype) // self.part.kv_layers

@@ -20,6 +20,7 @@ from ...tp.rope import rope_bytes
 from ...tp.units import gib
 from ..caches.recent_mass import RECENT_ROWS
 from ..caches.retrieval import COPIED
+from ..caches.states import KEPT, LEAST_ROWS
 from ..caches.streaming import STREAMING_POSITIONS, streaming_bytes, streaming_prefill
 from ..graphs.passes import JOINED
 from ..graphs.pieces import pieces_bytes
@@ -122,6 +123,11 @@ class RunPlan:
     """Of what streams, and the tails of further sequences over the same text."""
     windows: int
     """The last tokens of layers with sliding windows, where others have none; on the compute device."""
+    states: int
+    """Of layers with linear attention, of all tiers, with what is kept of tokens that may be taken back; on the compute
+    device."""
+    kept_states: int
+    """Copies of earlier ones, in host memory."""
     prefill: int
     """Activations of a long forward, the attention mass of its last rows and, where blocks stream, the layer it works
     on; or, where that is more, activations of the draft, which reads the end of the text behind it. A prefill comes
@@ -151,6 +157,12 @@ class RunPlan:
     def tail_ahead(self) -> int:
         """Tokens that a tail may get before chunks that are chosen after the round to come have taken its place."""
         return _tail_ahead(self.verify_draft, self.retrieval_draft)
+
+    @property
+    def state_rows(self) -> int:
+        """Tokens of a round whose states can be taken back."""
+        drafted = self.verify_draft.longest + self.retrieval_draft.longest if self.budget else 0
+        return max(LEAST_ROWS, drafted + 2)
 
     @property
     def index(self) -> int:
@@ -200,7 +212,9 @@ class RunPlan:
     @property
     def working(self) -> int:
         """The most that is held beside weights and full cache."""
-        lasting = self.ring + self.open_stretches + self.windows + self.rope + self.draft_kv + self.scratch
+        lasting = (
+            self.ring + self.open_stretches + self.windows + self.states + self.rope + self.draft_kv + self.scratch
+        )
         return lasting + self.request.to_come + max(self.decoding, self.reading)
 
     @property
@@ -244,7 +258,8 @@ class RunPlan:
     @property
     def host_total(self) -> int:
         """What the host must have for the rank."""
-        everywhere = self.streamed_kv + self.spare + self.staging + self.index + self.request.process_bytes
+        kept = self.streamed_kv + self.spare + self.staging + self.index + self.kept_states
+        everywhere = kept + self.request.process_bytes
         return everywhere if self.request.on_gpu else everywhere + self.weights + self.resident_kv + self.working
 
     @property
@@ -365,7 +380,7 @@ def make_plan(request: RunRequest, placement: Placement | None = None) -> RunPla
         if request.sequences > 1:  # whose rows are not more in all
             shorter = min(shorter, STEP_ROWS // request.sequences)
         tails = (request.sequences - 1) * TAIL_TOKENS * token_bytes
-        return RunPlan(
+        found = RunPlan(
             request=request,
             placement=placement,
             budget=budget,
@@ -383,6 +398,8 @@ def make_plan(request: RunRequest, placement: Placement | None = None) -> RunPla
             ring=placement.ring_blocks * block // kept.num_layers,
             open_stretches=placement.open_tokens * token_bytes + tails,
             windows=request.sequences * window_bytes(part, request.dtype, chunk_size, limits),
+            states=0,
+            kept_states=request.sequences * KEPT * part.linear.state_bytes(request.dtype) if part.linear else 0,
             prefill=max(activations + workspace + joined, drafting)
             + (_mass_bytes(request, placement, RECENT_ROWS - 1) if budget else 0),
             between_slices=_hidden_bytes(request, request.own) + workspace,
@@ -394,6 +411,7 @@ def make_plan(request: RunRequest, placement: Placement | None = None) -> RunPla
             disk_per_pass=placement.disk_blocks(request.own) * host_block,
             verify_draft=verify_draft,
         )
+        return replace(found, states=request.sequences * _state_bytes(found))
 
     def streamed(resident_bytes: float, num_disk: int = 0, *, packed: bool = request.packs(on_disk=False)) -> RunPlan:
         sizes = request.own, chunk_size, resident_bytes
@@ -492,6 +510,18 @@ def largest_whole(most: int, works: Callable[[int], bool]) -> int:
     return least
 
 
+def _state_bytes(plan: RunPlan) -> int:
+    """See `RunPlan.states`; of one sequence."""
+    request, dtype = plan.request, plan.request.dtype
+    found, target, draft = 0, request.part.linear, request.small.linear if request.small else None
+    if target:  # the full cache's tier has two of each, a drafting one has one
+        tiers = 1 + (plan.budget > 0)
+        found += (1 + tiers) * target.state_bytes(dtype) + tiers * plan.state_rows * target.row_bytes(dtype)
+    if draft:
+        found += 2 * draft.state_bytes(dtype) + plan.state_rows * draft.row_bytes(dtype)
+    return found
+
+
 def _verify_draft(request: RunRequest, placement: Placement) -> DraftTokens:
     most, small = VERIFY_DRAFT_TOKENS, max(SMALL_MASS[0], SMALL_MASS[1] * placement.capacity * request.token_bytes)
     if placement.streams:
@@ -529,7 +559,7 @@ def _mass_bytes(request: RunRequest, placement: Placement, draft_tokens: int) ->
     has them for all of its room, and those of a prefill's last rows stay."""
     part, verified = request.part, draft_tokens + 1
     chunks = _num_chunks(request, placement)
-    mass = part.num_layers * part.num_kv_heads * chunks * 4
+    mass = part.kv_layers * part.num_kv_heads * chunks * 4
     room = max(0, placement.open_tokens - placement.block_size) // request.settings.planned_chunk_size
     if request.sequences + request.beside > 1:  # whose passes together have shares of their own
         room *= 2
@@ -600,7 +630,18 @@ def _row_bytes(request: RunRequest, part: ModelConfig) -> int:
     mlp = (3 * part.intermediate_size + part.hidden_size) * item
     if part.experts:  # the normed row, its probabilities in order, and results of experts and their sum in float32
         mlp += part.hidden_size * (2 * item + 3 * 4) + part.experts.count * (3 * 4 + 8) + part.experts.used * 5 * 8
-    heads, results = 2 * part.num_heads + 2 * part.num_kv_heads, 1 if request.kernels and not request.on_gpu else 3
+    if part.experts and part.experts.shared_width:
+        mlp += (3 * part.experts.shared_width + 2 * part.hidden_size) * item
+    linear = part.linear
+    if linear:  # its inputs, twice; in float32 what the convolution gives, keys and queries of value heads, and results
+        inputs = 2 * linear.channels + 3 * linear.values + 4 * linear.value_heads
+        heads_wide = 2 * linear.value_heads * (5 * linear.key_dim + 3 * linear.value_dim + 64)
+        mlp = max(mlp, inputs * item + 4 * (2 * linear.channels + heads_wide))
+    gates = part.num_heads * part.output_gate
+    heads, results = (
+        2 * part.num_heads + 2 * gates + 2 * part.num_kv_heads,
+        1 if request.kernels and not request.on_gpu else 3,
+    )
     return max(mlp, part.head_dim * (heads * item + results * part.num_heads * 4))
 
 
@@ -620,7 +661,7 @@ def _step_bytes(request: RunRequest, placement: Placement, draft_tokens: int, se
     together = min(rows, max(1, (GPU_NUMBERS if request.on_gpu else CPU_NUMBERS) // vocab))
     sampling = 4 * vocab * (2 * rows + max(SORTING * together, draft_tokens + 1))  # the second of what is logged
     drafted = 4 * vocab * sequences * draft_tokens
-    mass = part.num_layers * part.num_kv_heads * _num_chunks(request, placement) * 4
+    mass = part.kv_layers * part.num_kv_heads * _num_chunks(request, placement) * 4
     choosing = mass + COPIED * request.layer_token_bytes if request.settings.tiers > 1 else 0
     return max(drafted + max(layer, sampling), choosing)
 

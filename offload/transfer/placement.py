@@ -99,7 +99,7 @@ class Placement:
         """Bytes of a block of one layer in host memory, and over the link."""
         if self.packed:
             return block_slot(part.num_kv_heads, self.block_size, part.head_dim).slot_bytes
-        return self.block_size * part.kv_bytes_per_token(dtype) // part.num_layers
+        return self.block_size * part.kv_bytes_per_token(dtype) // part.kv_layers
 
     @property
     def staging_buffers(self) -> int:
@@ -108,7 +108,7 @@ class Placement:
 
     def staging_bytes(self, part: ModelConfig, dtype: torch.dtype) -> int:
         """Bytes of the buffers that blocks on a disk are read into; those that do not pack fit there too."""
-        block_bytes = self.block_size * part.kv_bytes_per_token(dtype) // part.num_layers
+        block_bytes = self.block_size * part.kv_bytes_per_token(dtype) // part.kv_layers
         return self.staging_buffers * block_bytes if self.num_disk else 0
 
     def disk_blocks(self, context: int) -> int:
@@ -148,7 +148,7 @@ def window_blocks(window: int, chunk_size: int, limits: Limits = LIMITS) -> tupl
 def window_bytes(part: ModelConfig, dtype: torch.dtype, chunk_size: int, limits: Limits = LIMITS) -> int:
     """Bytes of one sequence's keys and values in all such layers."""
     tokens = sum(prod(window_blocks(window, chunk_size, limits)) for window in part.kept_windows.values())
-    return tokens * part.kv_bytes_per_token(dtype) // part.num_layers
+    return tokens * part.kv_bytes_per_token(dtype) // part.kv_layers
 
 
 def place_resident(
@@ -169,7 +169,7 @@ def place_resident(
     """
     size = block_size_for(capacity, chunk_size, largest=limits.largest_block)
     num_blocks = -(-capacity // size)
-    windows = any(part.sliding_window(layer) for layer in range(part.num_layers))
+    windows = any(part.sliding_window(layer) for layer in range(part.kv_layers))
     if one_block and dtype.itemsize == 2 and not windows:
         return Placement(num_blocks * size, 1, 1, limits=limits)
     return Placement(size, num_blocks, num_blocks, limits=limits)
@@ -190,11 +190,11 @@ def place_streamed(
     GPU they are whole splits of its kernels, however short the context."""
     token_bytes = part.kv_bytes_per_token(dtype)
     split = SPLITS[1] if on_gpu else _split(capacity)
-    smallest = max(1, SMALLEST_COPY * part.num_layers // token_bytes // split) * split
+    smallest = max(1, SMALLEST_COPY * part.kv_layers // token_bytes // split) * split
     largest = block_size_for(capacity, chunk_size, split, limits.largest_block)
     size = min(largest, _whole_chunks(smallest, chunk_size))
     num_resident, packed = int(resident_bytes // (size * token_bytes)), packed and size % GROUP == 0
-    together = limits.ring_bytes * part.num_layers // (size * token_bytes) if packed and on_gpu else 1
+    together = limits.ring_bytes * part.kv_layers // (size * token_bytes) if packed and on_gpu else 1
     together = min(max(1, together), MOST_TOGETHER, max(1, -(-capacity // size) - num_resident))
     return Placement.streaming(
         capacity, size, num_resident, chunk_size, packed=packed, together=together, limits=limits

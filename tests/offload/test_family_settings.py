@@ -1,4 +1,4 @@
-"""Greedy text of experts and of Gemma 3, dense and in few bits, equals transformers' with settings of all kinds."""
+"""Greedy text of experts, of Gemma 3 and of models with linear attention, dense and in few bits, equals transformers' with settings of all kinds."""
 
 import random
 from dataclasses import replace
@@ -11,6 +11,7 @@ from triforce.offload.limits import LIMITS
 from triforce.offload.system import THIS_MACHINE
 
 FAMILIES = ("qwen3-moe", "mixtral", "gemma3")
+HYBRIDS = ("qwen3.5", "qwen3-next", "qwen3.5-moe")
 STORED = (None, None, "gptq", "gptq-8-bits", "fp8", "packed-zeros")
 NEW = 24
 
@@ -38,9 +39,10 @@ def models(tmp_path_factory):
 
 @pytest.mark.parametrize("seed", range(200))
 @pytest.mark.slow(keep=4)
-def test_text_of_random_settings_is_that_of_transformers(models, seed):
+@pytest.mark.parametrize("families", [FAMILIES, HYBRIDS], ids=["others", "hybrids"])
+def test_text_of_random_settings_is_that_of_transformers(models, families, seed):
     chance = random.Random(seed)
-    directory, model = models[chance.choice(FAMILIES), chance.choice(STORED)]
+    directory, model = models[chance.choice(families), chance.choice(STORED)]
     settings = {
         "tiers": chance.choice([1, 2, 3, 3]),
         "budget": chance.choice([24, 32, 160, 4096]),

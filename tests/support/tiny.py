@@ -16,8 +16,11 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
     Qwen2Config,
+    Qwen3_5MoeTextConfig,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
+    Qwen3NextConfig,
 )
 
 SHAPES = {
@@ -29,6 +32,27 @@ SHAPES = {
     "heads-of-32": {"head_dim": 32, "num_key_value_heads": 2},  # which the compiled kernels take
 }
 """Differences from `llama_config`'s defaults, by name."""
+
+HYBRID = {
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention", "full_attention"],
+    "num_hidden_layers": 4,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 24,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25},
+}
+"""Differences of models with linear attention from the tiny shape."""
+
+HYBRID_EXPERTS = {
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 48,
+}
+"""Of those of them that have experts, the further ones."""
 
 FAMILIES = {
     "llama": (LlamaConfig, {}),
@@ -74,6 +98,9 @@ FAMILIES = {
             },
         },
     ),
+    "qwen3-next": (Qwen3NextConfig, HYBRID | HYBRID_EXPERTS | {"norm_topk_prob": True}),
+    "qwen3.5": (Qwen3_5TextConfig, HYBRID | {"linear_num_value_heads": 2}),
+    "qwen3.5-moe": (Qwen3_5MoeTextConfig, HYBRID | HYBRID_EXPERTS),
     "qwen3-bias": (Qwen3Config, {"attention_bias": True, "head_dim": 16, "tie_word_embeddings": True}),
 }
 """Configuration classes of transformers and differences from the tiny shape, by name."""

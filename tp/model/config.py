@@ -12,6 +12,7 @@ import torch
 
 from ..errors import ModelError, UsageError
 from .families import FAMILIES, Experts, Family, experts_of, plain_name, plain_positions, sliding_windows
+from .linear_attention import LinearAttention, linear_attention
 from .quantisation import Quantisation, quantisation_of
 from .rope_option import parse_rope_scaling
 from .rope_scaling import ROPE_TYPES, RopeConfig, rope_parameters, rope_type
@@ -58,6 +59,21 @@ class ModelConfig:
     """What scores are divided by the root of; `None`: `head_dim`."""
     window_rope: RopeConfig | None = None
     """Of layers with a sliding window; `None`: as of the others."""
+    linear: LinearAttention | None = None
+    """Of layers that have a state in the place of keys and values."""
+    output_gate: bool = False
+    rotary_dim: int = 0
+    """Of a head, the first dimensions, which alone are rotated; 0: all of them."""
+
+    @property
+    def kv_layers(self) -> int:
+        """Layers with keys and values. Caches count these alone."""
+        return self.num_layers - (len(self.linear.layers) if self.linear else 0)
+
+    @property
+    def rotated(self) -> int:
+        """Dimensions of a head that are rotated."""
+        return self.rotary_dim or self.head_dim
 
     @property
     def kept_windows(self) -> dict[int, int]:
@@ -67,15 +83,16 @@ class ModelConfig:
 
     @property
     def full_places(self) -> tuple[int | None, ...]:
-        """Of each layer its place among those that keep every token; `None`: see `kept_windows`."""
+        """Of each layer with keys and values its place among those that keep every token; `None`: see
+        `kept_windows`."""
         windows, places = self.kept_windows, count()
-        return tuple(None if layer in windows else next(places) for layer in range(self.num_layers))
+        return tuple(None if layer in windows else next(places) for layer in range(self.kv_layers))
 
     @property
     def full_layers(self) -> ModelConfig:
         """The model with the layers that keep every token alone."""
-        gone = len(self.kept_windows)
-        return replace(self, num_layers=self.num_layers - gone, sliding_windows=()) if gone else self
+        left = self.kv_layers - len(self.kept_windows)
+        return self if left == self.num_layers else replace(self, num_layers=left, sliding_windows=(), linear=None)
 
     @property
     def attention_scale(self) -> float:
@@ -94,7 +111,7 @@ class ModelConfig:
 
     def kv_bytes_per_token(self, dtype: torch.dtype) -> int:
         """Bytes of one token's keys and values over all layers in `dtype`."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * dtype.itemsize
+        return 2 * self.kv_layers * self.num_kv_heads * self.head_dim * dtype.itemsize
 
     def sliding_window(self, layer: int) -> int | None:
         """Tokens that a token attends to in this layer, itself included; `None` for all before it."""
@@ -154,6 +171,7 @@ class ModelConfig:
                 positions = rope.positions(max_positions)
             plain = plain_positions(raw, positions)
             scalar = raw.get("query_pre_attn_scalar")
+            head_dim = int(raw.get("head_dim") or hidden_size // num_heads)
             bias = family.attention_bias and bool(raw.get("attention_bias"))
             config = cls(
                 vocab_size=int(raw["vocab_size"]),
@@ -162,7 +180,7 @@ class ModelConfig:
                 num_layers=num_layers,
                 num_heads=num_heads,
                 num_kv_heads=int(raw.get("num_key_value_heads") or num_heads),
-                head_dim=int(raw.get("head_dim") or hidden_size // num_heads),
+                head_dim=head_dim,
                 max_position_embeddings=plain,
                 rope=rope,
                 rms_norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
@@ -184,6 +202,9 @@ class ModelConfig:
                 scaled_embedding=family.scaled_embedding,
                 query_scalar=None if scalar is None else float(scalar),
                 window_rope=window_rope,
+                linear=linear_attention(family.linear, raw, num_layers),
+                output_gate=family.output_gate,
+                rotary_dim=_rotary_dim(raw, family, head_dim),
             )
         except KeyError as error:
             raise ModelError(f"{directory / 'config.json'} does not give {error}") from error
@@ -257,7 +278,7 @@ def _refuse_unsupported(raw: dict[str, Any], family: Family, directory: Path) ->
     unsupported = {
         f"RoPE scaling {scaling!r}": (scaling not in ROPE_TYPES, ", ".join(ROPE_TYPES)),
         "RoPE parameters that differ by layer": (differ, "one set for all"),
-        f"partial_rotary_factor {rotated}": (rotated not in (None, 1), "1"),
+        f"partial_rotary_factor {rotated}": (family.rotated_share is None and rotated not in (None, 1), "1"),
         f"activation {activation!r}": (activation != family.activation, family.activation),
         "mlp_bias": (bool(raw.get("mlp_bias")), "MLPs without bias"),
         "attn_logit_softcapping": (bool(raw.get("attn_logit_softcapping")), "scores as they are"),
@@ -275,6 +296,16 @@ def _refuse_unsupported(raw: dict[str, Any], family: Family, directory: Path) ->
 
 def _rotated_share(raw: dict[str, Any]) -> Any:
     return rope_parameters(raw).get("partial_rotary_factor", raw.get("partial_rotary_factor"))
+
+
+def _rotary_dim(raw: dict[str, Any], family: Family, head_dim: int) -> int:
+    if family.rotated_share is None:
+        return 0
+    given = _rotated_share(raw)
+    found = int(head_dim * float(family.rotated_share if given is None else given))
+    if not 2 <= found <= head_dim or found % 2:
+        raise ValueError(f"partial_rotary_factor {given}, by which {found} of {head_dim} dimensions are rotated")
+    return found if found < head_dim else 0
 
 
 def _token_ids(value: Any) -> tuple[int, ...]:

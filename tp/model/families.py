@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from .linear_attention import LinearNames
+
 MOST_EXPERTS = 4096
 """Of a layer: more are in no model, and a file that claims them would take memory for each."""
 
@@ -24,8 +26,10 @@ class ExpertNames:
     gate: str
     up: str
     down: str
-    normalised: bool = False
-    """Whether the weights of a row's experts always sum to 1; else the key `norm_topk_prob` says so."""
+    normalised: bool | None = None
+    """Whether the weights of a row's experts sum to 1; `None`: the key `norm_topk_prob` says so."""
+    shared: str = ""
+    """What names of the expert that all rows have, beside those that are chosen, begin with; empty where none is."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +42,8 @@ class Experts:
     normalised: bool
     """Whether the weights of those that are used sum to 1."""
     names: ExpertNames
+    shared_width: int = 0
+    """Of the expert that all rows have, times a gate of the row; 0 where none is."""
 
     def __post_init__(self) -> None:
         """Raises:
@@ -75,6 +81,12 @@ class Family:
     """Embeddings are multiplied by the root of their width."""
     experts: ExpertNames | None = None
     """What it calls them, where layers have mixtures of experts in the place of MLPs."""
+    linear: LinearNames | None = None
+    """What it calls the projections of layers with linear attention, where some have that."""
+    output_gate: bool = False
+    """What attention gives is multiplied by the sigmoid of a gate, which is projected with the queries."""
+    rotated_share: float | None = None
+    """Of a head, what is rotated where the key `partial_rotary_factor` does not say it; `None`: all is, always."""
     wrapped: bool = False
     """The text model is one of several, described in `text_config`."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
@@ -113,6 +125,72 @@ _QWEN_DEFAULTS = {
     "sliding_window": 4096,
     "max_window_layers": 28,
 }
+
+_HYBRID = Family(
+    attention_bias=True,
+    qk_norm=True,
+    float32_norms=True,
+    zero_centred_norms=True,
+    linear=LinearNames(tuple(f"linear_attn.in_proj_{name}" for name in ("qkv", "z", "b", "a"))),
+    output_gate=True,
+    rotated_share=0.25,
+    wrapped=True,
+    defaults={
+        "vocab_size": 248320,
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "max_position_embeddings": 32768,
+        "linear_conv_kernel_dim": 4,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32,
+    },
+)
+"""Qwen3.5."""
+
+_HYBRID_MOE = replace(
+    _HYBRID,
+    experts=ExpertNames(
+        count=("num_experts", "num_local_experts"),
+        width="moe_intermediate_size",
+        router="mlp.gate",
+        gate="mlp.experts.{}.gate_proj",
+        up="mlp.experts.{}.up_proj",
+        down="mlp.experts.{}.down_proj",
+        normalised=True,
+        shared="mlp.shared_expert",
+    ),
+    defaults=_HYBRID.defaults
+    | {
+        "hidden_size": 2048,
+        "num_hidden_layers": 40,
+        "num_key_value_heads": 2,
+        "num_experts": 256,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 512,
+        "shared_expert_intermediate_size": 512,
+    },
+)
+
+_QWEN3_NEXT = replace(
+    _HYBRID_MOE,
+    experts=replace(_HYBRID_MOE.experts, normalised=None),
+    linear=LinearNames(("linear_attn.in_proj_qkvz", "linear_attn.in_proj_ba")),
+    wrapped=False,
+    defaults=_HYBRID_MOE.defaults
+    | {
+        "vocab_size": 151936,
+        "num_hidden_layers": 48,
+        "num_experts": 512,
+        "num_experts_per_tok": 10,
+        "norm_topk_prob": True,
+    },
+)
 
 FAMILIES = {
     "LlamaForCausalLM": Family(attention_bias=True, defaults={"max_position_embeddings": 2048, "eos_token_id": 2}),
@@ -174,6 +252,11 @@ FAMILIES = {
     ),
     "Gemma3ForCausalLM": _GEMMA3,
     "Gemma3ForConditionalGeneration": replace(_GEMMA3, wrapped=True),
+    "Qwen3NextForCausalLM": _QWEN3_NEXT,
+    "Qwen3_5ForCausalLM": replace(_HYBRID, wrapped=False),
+    "Qwen3_5ForConditionalGeneration": _HYBRID,
+    "Qwen3_5MoeForCausalLM": replace(_HYBRID_MOE, wrapped=False),
+    "Qwen3_5MoeForConditionalGeneration": _HYBRID_MOE,
 }
 """The architectures that the decoder supports, by their names in `config.json`."""
 
@@ -197,8 +280,11 @@ def experts_of(family: Family, raw: dict[str, Any]) -> Experts | None:
     if names is None:
         return None
     usual, other = names.count
-    count, normalised = raw[other if other in raw else usual], raw.get("norm_topk_prob", False)
-    return Experts(int(count), int(raw["num_experts_per_tok"]), names.normalised or bool(normalised), names)
+    count, normalised = raw[other if other in raw else usual], names.normalised
+    if normalised is None:
+        normalised = bool(raw.get("norm_topk_prob", False))
+    shared_width = int(raw["shared_expert_intermediate_size"]) if names.shared else 0
+    return Experts(int(count), int(raw["num_experts_per_tok"]), normalised, names, shared_width)
 
 
 def sliding_windows(family: Family, raw: dict[str, Any], num_layers: int) -> tuple[int | None, ...]:

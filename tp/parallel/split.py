@@ -1,7 +1,8 @@
 """The part of a model that each rank holds, as in Megatron-LM (arXiv 1909.08053): heads, MLP columns, rows of the head.
 
 Query heads are split evenly, and so are key/value heads; if there are fewer of these than ranks, several ranks hold the
-same one. Every rank holds the whole embedding: reading rows of it is cheap, and a split one would cost a sum.
+same one. Layers with linear attention are split by their key heads. Every rank holds the whole embedding: reading rows
+of it is cheap, and a split one would cost a sum.
 """
 
 from __future__ import annotations
@@ -20,6 +21,10 @@ class Split:
     heads: slice
     kv_heads: slice
     mlp: slice
+    shared: slice
+    """Of the MLP of the expert that all rows have."""
+    key_heads: slice
+    """Of linear attention; each with its value heads."""
     vocabulary: slice
     vocabulary_room: int
     """Rows of the largest part of the output head; the last ranks' parts may be smaller."""
@@ -39,14 +44,26 @@ class Split:
             heads=_part(config.num_heads, ranks),
             kv_heads=slice(kv_head, kv_head + max(1, config.num_kv_heads // ranks.size)),
             mlp=_part(config.intermediate_size, ranks),
+            shared=_part(config.experts.shared_width if config.experts else 0, ranks),
+            key_heads=_part(config.linear.key_heads if config.linear else 0, ranks),
             vocabulary=slice(first_row, min(first_row + room, config.vocab_size)),
             vocabulary_room=room,
         )
 
     def config(self, whole: ModelConfig) -> ModelConfig:
         """`whole` with the heads and the MLP width of this part, for the caches and the byte counts of one rank."""
+        experts, linear = whole.experts, whole.linear
+        if linear:
+            key_heads = _len(self.key_heads)
+            value_heads = key_heads * linear.value_heads // linear.key_heads
+            linear = replace(linear, key_heads=key_heads, value_heads=value_heads)
         return replace(
-            whole, num_heads=_len(self.heads), num_kv_heads=_len(self.kv_heads), intermediate_size=_len(self.mlp)
+            whole,
+            num_heads=_len(self.heads),
+            num_kv_heads=_len(self.kv_heads),
+            intermediate_size=_len(self.mlp),
+            experts=replace(experts, shared_width=_len(self.shared)) if experts else None,
+            linear=linear,
         )
 
 
@@ -57,14 +74,17 @@ def check_split(config: ModelConfig, size: int) -> None:
     if _divides(config, size):
         return
     works = [n for n in range(1, config.num_heads + 1) if _divides(config, n)]
+    of_states = f", {config.linear.key_heads} of linear attention" if config.linear else ""
     raise UsageError(
-        f"{config.name} has {config.num_heads} heads and {config.num_kv_heads} key/value heads, which {size} ranks "
-        f"cannot share evenly; --gpus may be {', '.join(map(str, works))}"
+        f"{config.name} has {config.num_heads} heads and {config.num_kv_heads} key/value heads{of_states}, which "
+        f"{size} ranks cannot share evenly; --gpus may be {', '.join(map(str, works))}"
     )
 
 
 def _divides(config: ModelConfig, size: int) -> bool:
     heads, kv_heads = config.num_heads, config.num_kv_heads
+    if config.linear and config.linear.key_heads % size:
+        return False
     return heads % size == 0 and (kv_heads % size == 0 or size % kv_heads == 0)
 
 

@@ -29,7 +29,7 @@ _FORMATS = ("F16", "BF16", "F32", "F64", "float16", "bfloat16", "float32", "floa
 _NOT_COMPUTED = (".input_scale", ".input_zero_point", ".activation_scale", ".input_global_scale")
 """Ends of the names of what quantised activations would be computed with."""
 
-_OF_IMAGES = re.compile(r"(?:model\.)?(?:vision_tower|multi_modal_projector)\.")
+_OF_OTHERS = re.compile(r"(?:model\.)?(?:vision_tower|multi_modal_projector|visual)\.|mtp\.")
 """Beginnings of the names of what only images need."""
 
 
@@ -75,7 +75,7 @@ class Checkpoint:
         for path in weight_files(directory):
             with self._opened(path) as stored:
                 for name in stored:
-                    if not _OF_IMAGES.match(name):
+                    if not _OF_OTHERS.match(name):
                         self._paths[plain_name(name)] = path
                         self._stored_names[plain_name(name)] = name
         self._unread = set(self._paths)

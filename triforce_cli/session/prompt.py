@@ -103,7 +103,7 @@ def saved_text(name: str, config: ModelConfig) -> tuple[list[int], Frame]:
             "triforce read goes on with it"
         )
     token_ids, largest = _token_ids(store.root, name, manifest.created, manifest.saved)
-    shape, ours = manifest.shape, (config.num_layers, config.num_kv_heads, config.head_dim)
+    shape, ours = manifest.shape, (config.kv_layers, config.num_kv_heads, config.head_dim)
     if (shape.num_layers, shape.num_kv_heads, shape.head_dim) != ours or largest >= config.vocab_size:
         raise ContextError(
             f"the context {name!r} was read by another model than {config.name}: give --model {manifest.model}"

@@ -1,0 +1,192 @@
+"""The gated delta rule (arXiv 2412.06464) with a short convolution before it: attention with a state of one size.
+
+Of each token, after the convolution and an activation, every head has a query, a key and a value; a state `S`
+`[key_dim, value_dim]` fades by the token's decay, and takes the value at its key in the place of what is there:
+
+    S = exp(g) S;  S = S + k (beta (v - S'k))';  out = S'q
+
+Row after row that is a recurrence (`delta_steps`); of many rows `delta_chunks` computes 64 at a time, as matrix
+products. States, and all behind the convolution, are float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+CHUNK = 64
+"""Tokens that `delta_chunks` computes together; chunks begin at multiples of it."""
+
+_LEAST_SQUARES = 1e-6
+"""Added to the sum of squares that queries and keys are divided by the root of."""
+
+
+@dataclass(frozen=True)
+class DeltaWeights:
+    """What a layer computes with, or a rank's part of it."""
+
+    conv: Tensor
+    """`[channels, kernel]`, in the dtype that is computed in: of queries, then keys, then values."""
+    decay: Tensor
+    """`[value_heads]` float32, below 0."""
+    decay_bias: Tensor
+    """`[value_heads]` float32."""
+    key_heads: int
+    key_dim: int
+
+    @property
+    def value_heads(self) -> int:
+        return self.decay.shape[0]
+
+    @property
+    def value_dim(self) -> int:
+        return (self.conv.shape[0] - 2 * self.key_heads * self.key_dim) // self.value_heads
+
+    @property
+    def past(self) -> int:
+        """Tokens before a token that the convolution sees."""
+        return self.conv.shape[1] - 1
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """What is held."""
+        return self.conv, self.decay, self.decay_bias
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """Of `n` tokens, float32: `[value_heads, n, key_dim or value_dim]`, and `[value_heads, n]`."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    g: Tensor
+    beta: Tensor
+
+    def part(self, rows: slice) -> _Rows:
+        return _Rows(self.q[:, rows], self.k[:, rows], self.v[:, rows], self.g[:, rows], self.beta[:, rows])
+
+
+def delta_steps(
+    inputs: Tensor,
+    gates: Tensor,
+    weights: DeltaWeights,
+    state: Tensor,
+    *,
+    wanted: int,
+    saved: Sequence[tuple[int, Tensor]],
+) -> Tensor:
+    """Some tokens, one after another: a row's bits do not depend on how many come with it.
+
+    Args:
+        inputs: `[past + n, channels]`, what the convolution sees: of the tokens before, then of these.
+        gates: `[n, 2 * value_heads]`: of each head what beta is made of, then of each what the decay is.
+        state: `[value_heads, key_dim, value_dim]` float32, before the first token; not changed, unless it is `saved`.
+        wanted: of the last tokens, whose results are.
+        saved: where the state is written to once so many tokens have passed, in ascending order.
+
+    Returns:
+        `[wanted, value_heads, value_dim]` in the dtype of `inputs`.
+    """
+    n = gates.shape[0]
+    out = inputs.new_empty(wanted, weights.value_heads, weights.value_dim)
+    waiting = list(saved)
+    current = state.clone()
+    for i in range(n + 1):
+        while waiting and waiting[0][0] == i:
+            waiting.pop(0)[1].copy_(current)
+        if i == n:
+            break
+        row = _rows(inputs[i : i + weights.past + 1], gates[i : i + 1], weights)
+        current *= row.g.exp().unsqueeze(-1)
+        k = row.k.transpose(1, 2)  # [value_heads, key_dim, 1]
+        there = (current * k).sum(dim=1, keepdim=True)
+        current += k * ((row.v - there) * row.beta.unsqueeze(-1))
+        if i >= n - wanted:
+            out[i - n + wanted] = (current * row.q.transpose(1, 2)).sum(dim=1)
+    return out
+
+
+def delta_chunks(inputs: Tensor, gates: Tensor, weights: DeltaWeights, state: Tensor, start: int) -> Tensor:
+    """Many tokens from position `start` on; whole chunks by matrix products, what is before and behind them row after
+    row.
+
+    Args:
+        inputs, gates: as of `delta_steps`.
+        state: the same; changed to what it is behind the last token.
+
+    Returns:
+        `[n, value_heads, value_dim]` in the dtype of `inputs`.
+    """
+    n, past = gates.shape[0], weights.past
+    first = min(n, -start % CHUNK)
+    whole = (n - first) // CHUNK * CHUNK
+    parts = []
+    for begin, stop, chunked in ((0, first, False), (first, first + whole, True), (first + whole, n, False)):
+        if begin == stop:
+            continue
+        rows, of_gates = inputs[begin : stop + past], gates[begin:stop]
+        if chunked:
+            parts.append(_chunks(_rows(rows, of_gates, weights), state).transpose(0, 1).to(inputs.dtype))
+        else:
+            kind = {"wanted": stop - begin, "saved": [(stop - begin, state)]}
+            parts.append(delta_steps(rows, of_gates, weights, state, **kind))
+    return torch.cat(parts)
+
+
+def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """The RMS norm over the last dimension of `x`, times `weight`, times the SiLU of `gate`; `x` and `gate` are of one
+    shape, the result is in `x`'s dtype. What is not the norm's sum is computed in float32."""
+    normed = F.rms_norm(x.float(), weight.shape, None, eps).to(x.dtype) * weight
+    return (normed * F.silu(gate.float())).to(x.dtype)
+
+
+def _rows(inputs: Tensor, gates: Tensor, weights: DeltaWeights) -> _Rows:
+    """Those of `n` tokens, by what the convolution sees of them and of those before, and by their gates."""
+    n, heads = gates.shape[0], weights.value_heads
+    summed = inputs[:n].float() * weights.conv[:, 0].float()
+    for tap in range(1, weights.past + 1):
+        summed += inputs[tap : tap + n].float() * weights.conv[:, tap].float()
+    mixed = F.silu(summed.to(inputs.dtype)).float()
+    keys = weights.key_heads * weights.key_dim
+    q, k, v = mixed.split((keys, keys, heads * weights.value_dim), dim=-1)
+    q, k = (_unit(x.view(n, weights.key_heads, weights.key_dim)) for x in (q, k))
+    together = heads // weights.key_heads
+    q, k = (x.transpose(0, 1).repeat_interleave(together, dim=0) for x in (q * weights.key_dim**-0.5, k))
+    beta, a = gates.chunk(2, dim=-1)
+    g = weights.decay * F.softplus(a.float() + weights.decay_bias)
+    return _Rows(q, k, v.view(n, heads, -1).transpose(0, 1), g.t(), beta.sigmoid().float().t())
+
+
+def _unit(x: Tensor) -> Tensor:
+    return x * torch.rsqrt((x * x).sum(dim=-1, keepdim=True) + _LEAST_SQUARES)
+
+
+def _chunks(rows: _Rows, state: Tensor) -> Tensor:
+    """What whole chunks read, `[value_heads, n, value_dim]`; `state` becomes what it is behind them.
+
+    Within a chunk each token's value is what it adds to the state, if the chunk were the first (a triangular system),
+    less what the state before already has at its key.
+    """
+    q, k, v, beta = (x.unflatten(1, (-1, CHUNK)) for x in (rows.q, rows.k, rows.v, rows.beta.unsqueeze(-1)))
+    g = rows.g.unflatten(1, (-1, CHUNK)).cumsum(dim=-1)  # [value_heads, chunks, CHUNK]
+    later = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=g.device).triu(1)
+    fading = (g.unsqueeze(-1) - g.unsqueeze(-2)).masked_fill(later, float("-inf")).exp()
+    faded = g.exp().unsqueeze(-1)
+    weighted = k * beta
+    system = weighted @ k.transpose(-1, -2) * fading
+    both = torch.cat((v * beta, weighted * faded), dim=-1)
+    solved = torch.linalg.solve_triangular(system, both, upper=False, unitriangular=True)
+    added, read = solved.split((v.shape[-1], k.shape[-1]), dim=-1)
+    within = q @ k.transpose(-1, -2) * fading
+    q, k = q * faded, (k * (g[..., -1:] - g).exp().unsqueeze(-1)).transpose(-1, -2)
+    whole = faded[..., -1:, :]
+    out = torch.empty_like(v)
+    for i in range(q.shape[1]):
+        new = added[:, i] - read[:, i] @ state
+        out[:, i] = q[:, i] @ state + within[:, i] @ new
+        state.mul_(whole[:, i]).add_(k[:, i] @ new)
+    return out.flatten(1, 2)

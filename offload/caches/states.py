@@ -1,0 +1,331 @@
+"""States of layers with linear attention, of one sequence and one tier.
+
+A state cannot be cut back, so each layer has two: one behind tokens that stay (*committed*), and one behind the newest
+(*working*). Of the tokens between them what goes into the layer is kept: where some are taken back, the others pass
+again, on the way of the next pass. A drafting tier has a working state alone, and begins with what the full cache's
+tier has.
+
+Copies of a few earlier states stay in host memory: where a prompt ends, and where others that begin alike may part
+from it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ...kernels.delta_rule import DeltaWeights, delta_chunks, delta_steps
+from ...kernels.selection import STEP_ROWS
+from ...tp.model.config import ModelConfig
+from ...tp.model.linear_attention import LinearAttention
+from ..held import Held
+
+KEPT = 3
+"""Copies of earlier states, at most."""
+
+_HOST = torch.device("cpu")
+
+LEAST_ROWS = 32
+"""Tokens of a layer that can be taken back, where it is not known how many may have to."""
+
+
+@dataclass
+class _State:
+    """Of a layer, behind the tokens before a position."""
+
+    position: int
+    state: Tensor
+    """`[value_heads, key_dim, value_dim]` float32."""
+    past: Tensor
+    """What the convolution sees of the last tokens, `[kernel - 1, channels]`."""
+
+    @classmethod
+    def empty(cls, linear: LinearAttention, dtype: torch.dtype, device: torch.device) -> _State:
+        past = torch.zeros(linear.kernel - 1, linear.channels, dtype=dtype, device=device)
+        return cls(0, torch.zeros(linear.state_shape, device=device), past)
+
+    def take(self, other: _State) -> None:
+        """Becomes a copy of another one."""
+        self.position = other.position
+        self.state.copy_(other.state)
+        self.past.copy_(other.past)
+
+    def copy_on(self, device: torch.device) -> _State:
+        return _State(self.position, *(x.to(device, copy=True) for x in (self.state, self.past)))
+
+    def clear(self, position: int = 0) -> None:
+        """Has seen nothing, and goes on at a position."""
+        self.position = position
+        self.state.zero_()
+        self.past.zero_()
+
+
+class _Rows:
+    """What went into a layer of some tokens that follow one another, so that they can pass again."""
+
+    def __init__(self, room: int, linear: LinearAttention, dtype: torch.dtype, device: torch.device) -> None:
+        self.inputs = torch.zeros(room, linear.channels, dtype=dtype, device=device)
+        self.gates = torch.zeros(room, 2 * linear.value_heads, dtype=dtype, device=device)
+        self.first = self.stop = 0
+
+    def has(self, start: int, stop: int) -> bool:
+        """Whether it has the tokens from one position to another."""
+        return start == stop or self.first <= start <= stop <= self.stop
+
+    def between(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        """Inputs and gates of the tokens from one position to another."""
+        part = slice(start - self.first, stop - self.first) if stop > start else slice(0)
+        return self.inputs[part], self.gates[part]
+
+    def put(self, start: int, inputs: Tensor, gates: Tensor, first: int) -> None:
+        """Has tokens from `start` on, behind those from `first` on that are there already. Those that there is no room
+        for are not kept."""
+        if first != self.first:
+            kept = [x.clone() for x in self.between(first, start)] if self.has(first, start) else None
+            self.first = self.stop = first
+            if kept:
+                self.put(first, *kept, first)
+        stop = start + inputs.shape[0]
+        if not first <= start <= self.stop or self.first + len(self.inputs) < stop:
+            self.first = self.stop = stop
+            return
+        place = slice(start - self.first, stop - self.first)
+        self.inputs[place], self.gates[place], self.stop = inputs, gates, stop
+
+
+class States:
+    """Those of all such layers of a model, or of a rank's part of it."""
+
+    def __init__(
+        self,
+        linear: LinearAttention,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        rows: int = LEAST_ROWS,
+        source: States | None = None,
+        certain: Callable[[], int] | None = None,
+    ) -> None:
+        """Args:
+        rows: tokens that can be taken back.
+        source: of the full cache, where these are a drafting tier's of the same weights.
+        certain: how many tokens are not taken back any more; `None`: those before a pass.
+        """
+        self._linear, self._dtype, self._device = linear, dtype, device
+        self._source, self._certain = source, certain
+        count = len(linear.layers)
+        self._working = [_State.empty(linear, dtype, device) for _ in range(count)]
+        self._committed = [] if source else [_State.empty(linear, dtype, device) for _ in range(count)]
+        self._rows = [_Rows(rows, linear, dtype, device) for _ in range(count)]
+        self._kept: dict[int, list[_State]] = {}  # by position, of layers so far
+        self._wanted: frozenset[int] = frozenset()  # positions whose states are to be kept
+        self._begin = self._stop = 0  # of the pass under way, or of the last one
+        self._passed = [0] * count  # tokens of it, by layer
+        self._version = 0  # another one whenever a pass begins or tokens are taken back
+        self._of_source = -1  # the source's, when these began with it
+
+    @classmethod
+    def of(cls, config: ModelConfig, dtype: torch.dtype, device: torch.device, rows: int = LEAST_ROWS) -> States | None:
+        """Those of a model's full cache; `None` for one without such layers."""
+        return cls(config.linear, dtype, device, rows=rows) if config.linear else None
+
+    def drafting(self, rows: int) -> States:
+        """Those of a drafting tier of the same weights."""
+        return States(self._linear, self._dtype, self._device, rows=rows, source=self)
+
+    def held(self) -> Held:
+        """See `offload.held`."""
+        for state in (*self._working, *self._committed):
+            yield from (("states", x) for x in (state.state, state.past))
+        for rows in self._rows:
+            yield from (("states", x) for x in (rows.inputs, rows.gates))
+
+    @property
+    def length(self) -> int:
+        """Tokens that all layers have seen."""
+        return self._begin + self._passed[-1]
+
+    def keep_rows(self, rows: int) -> None:
+        """Has room for so many tokens that can be taken back; between two passes."""
+        if rows > self._rows[0].inputs.shape[0]:
+            for i, old in enumerate(self._rows):
+                self._rows[i] = _Rows(rows, self._linear, self._dtype, self._device)
+                self._rows[i].put(old.first, *old.between(old.first, old.stop), old.first)
+
+    def begin(self, length: int, n: int) -> None:
+        """Announces a pass over `n` tokens behind the first `length`."""
+        self._begin, self._stop = length, length + n
+        self._passed = [0] * len(self._passed)
+        self._version += 1
+        if self._source is not None and self._of_source != self._source._version:
+            self._of_source = self._source._version
+            for working, rows in zip(self._working, self._rows, strict=True):
+                working.position, rows.first, rows.stop = -1, length, length
+
+    def advance(self, layer: int, inputs: Tensor, gates: Tensor, weights: DeltaWeights) -> Tensor:
+        """See `tp.decoder.Cache.advance_states`."""
+        start = self._begin + self._passed[layer]
+        self._passed[layer] += inputs.shape[0]
+        if self._source is None and start == self._begin:
+            self._commit(layer, start, weights)
+        if self._stop - self._begin > STEP_ROWS:
+            return self._advance_far(layer, start, inputs, gates, weights)
+        origin, (again, gates_again) = self._origin(layer, start)
+        working, rows, count = self._working[layer], self._rows[layer], inputs.shape[0]
+        whole, all_gates = torch.cat((origin.past, again, inputs)), torch.cat((gates_again, gates))
+        saved = [(len(all_gates), working.state)]
+        out = delta_steps(whole, all_gates, weights, origin.state, wanted=count, saved=saved)
+        working.position = start + count
+        working.past.copy_(whole[-weights.past :])
+        rows.put(start, inputs, gates, rows.first if self._source else self._committed[layer].position)
+        return out
+
+    def _advance_far(self, layer: int, start: int, inputs: Tensor, gates: Tensor, weights: DeltaWeights) -> Tensor:
+        """`advance` in a pass over many tokens, which are taken back all together or not at all."""
+        working = self._working[layer]
+        if working.position != start:
+            origin, again = self._origin(layer, start)
+            working.take(origin)
+            if len(again[0]):
+                self._pass_again(working, again, weights)
+        whole = torch.cat((working.past, inputs))
+        out = delta_chunks(whole, gates, weights, working.state, start)
+        working.position = start + inputs.shape[0]
+        working.past.copy_(whole[-weights.past :])
+        self._rows[layer].first = self._rows[layer].stop = working.position
+        self._keep(layer, working)
+        return out
+
+    def _commit(self, layer: int, start: int, weights: DeltaWeights) -> None:
+        """Moves the committed state behind the tokens that stay, where a pass begins at `start`."""
+        committed, working, rows = self._committed[layer], self._working[layer], self._rows[layer]
+        certain = start if self._certain is None else min(start, self._certain())
+        if certain <= committed.position:
+            return
+        if working.position == certain:
+            self._committed[layer], self._working[layer], committed.position = working, committed, -1
+        elif rows.has(committed.position, certain):
+            self._pass_again(committed, rows.between(committed.position, certain), weights)
+        elif self._certain is None:
+            raise RuntimeError(f"the state behind token {certain} is gone")
+        else:  # of a draft, which may be anything
+            committed.position = certain
+        self._keep(layer, self._committed[layer])
+
+    @staticmethod
+    def _pass_again(state: _State, again: tuple[Tensor, Tensor], weights: DeltaWeights) -> None:
+        """Has tokens that were kept pass."""
+        inputs, gates = again
+        whole = torch.cat((state.past, inputs))
+        delta_steps(whole, gates, weights, state.state, wanted=0, saved=[(len(gates), state.state)])
+        state.past.copy_(whole[-weights.past :])
+        state.position += len(gates)
+
+    def _origin(self, layer: int, start: int) -> tuple[_State, tuple[Tensor, Tensor]]:
+        """A state to begin with at position `start`, and the inputs and gates of the tokens that pass again before."""
+        working, rows = self._working[layer], self._rows[layer]
+        if working.position == start:
+            return working, rows.between(start, start)
+        if self._source is None:
+            committed = self._committed[layer]
+            if rows.has(committed.position, start):
+                return committed, rows.between(committed.position, start)
+            if self._certain is None:
+                raise RuntimeError(f"the state behind token {start} is gone")
+            return committed, rows.between(start, start)
+        behind = min(rows.first, start)
+        origin, theirs = self._source._origin_of_draft(layer, behind)
+        if not rows.has(behind, start):  # more than there is room for: a draft may be anything
+            return origin, theirs
+        return origin, tuple(torch.cat(both) for both in zip(theirs, rows.between(behind, start), strict=True))
+
+    def _origin_of_draft(self, layer: int, start: int) -> tuple[_State, tuple[Tensor, Tensor]]:
+        """`_origin` for a drafting tier, which has other states where those are gone that it should begin with."""
+        working, committed, rows = self._working[layer], self._committed[layer], self._rows[layer]
+        if working.position == start:
+            return working, rows.between(start, start)
+        if rows.has(committed.position, start):
+            return committed, rows.between(committed.position, start)
+        return committed, rows.between(start, start)
+
+    def _keep(self, layer: int, state: _State) -> None:
+        """Copies a state to host memory, if it is wanted."""
+        if state.position in self._wanted:
+            kept = self._kept.setdefault(state.position, [])
+            if len(kept) == layer:
+                kept.append(state.copy_on(_HOST))
+
+    def keep_at(self, positions: Sequence[int]) -> None:
+        """Has the states behind so many tokens kept, as they come; of those before that are kept the last ones."""
+        self._wanted = frozenset(positions)
+        more = len(self._kept.keys() | self._wanted) - KEPT
+        for position in sorted(self._kept.keys() - self._wanted)[: max(0, more)]:
+            del self._kept[position]
+
+    def reachable(self, length: int) -> int:
+        """The most tokens, up to so many, whose state is there, or can be computed from what is."""
+        known = {length, *self._kept, *(state.position for state in self._working), *(rows.stop for rows in self._rows)}
+        return max((one for one in known if one <= length and self._reaches(one)), default=0)
+
+    def _reaches(self, length: int) -> bool:
+        return len(self._kept.get(length, ())) == len(self._working) or self._can_go_on(length)
+
+    def _can_go_on(self, length: int) -> bool:
+        """Whether a pass can begin behind so many tokens."""
+        every = zip(self._working, self._committed, self._rows, strict=True)
+        return all(working.position == length or rows.has(state.position, length) for working, state, rows in every)
+
+    def rollback(self, length: int) -> None:
+        """Takes back all tokens from position `length` on, which is reachable."""
+        if not self._can_go_on(length):
+            if length:
+                self._begin_with(self._kept[length])
+            else:
+                self.restart(0)
+        self._went_to(length)
+
+    def restart(self, position: int) -> None:
+        """Has seen nothing, and goes on at `position`."""
+        for state in self._committed:
+            state.clear(position)
+        self._drop_others(position)
+        self._went_to(position)
+
+    def copy_from(self, other: States, length: int) -> None:
+        """Becomes what another sequence's are behind its first `length` tokens, which it reaches, or of none."""
+        if not length:
+            self.restart(0)
+            return
+        kept = other._kept.get(length, [])
+        if len(kept) == len(self._working):
+            self._begin_with(kept)
+        else:
+            for i, (working, committed, rows) in enumerate(
+                zip(other._working, other._committed, other._rows, strict=True)
+            ):
+                origin = working if working.position == length else committed
+                self._begin_with([origin], [i])
+                self._rows[i].put(origin.position, *rows.between(origin.position, length), origin.position)
+        self._kept = {at: [one.copy_on(_HOST) for one in states] for at, states in other._kept.items() if at <= length}
+        self._went_to(length)
+
+    def _begin_with(self, states: Sequence[_State], layers: Sequence[int] | None = None) -> None:
+        """Takes the committed states of some layers, or all."""
+        for layer, state in zip(range(len(states)) if layers is None else layers, states, strict=True):
+            self._committed[layer].take(state)
+            rows = self._rows[layer]
+            self._working[layer].position, rows.first, rows.stop = -1, state.position, state.position
+
+    def _drop_others(self, position: int) -> None:
+        """Has nothing but committed states."""
+        for working, rows in zip(self._working, self._rows, strict=True):
+            working.position, rows.first, rows.stop = -1, position, position
+
+    def _went_to(self, length: int) -> None:
+        self._version += 1
+        self._kept = {position: kept for position, kept in self._kept.items() if position <= length}
+        self._begin = self._stop = length
+        self._passed = [0] * len(self._passed)
