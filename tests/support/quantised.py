@@ -6,6 +6,7 @@ Each format is written here from its description, without anything of the progra
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -211,7 +212,11 @@ def save_quantised(
     rng, tensors = np.random.default_rng(seed), dict(model.state_dict())
     if model.config.tie_word_embeddings:
         del tensors["lm_head.weight"]
-    for name in [name for name in tensors if "_proj.weight" in name]:
+    few = [name for name in tensors if _HAS_FEW_OUTPUTS.search(name)]
+    config = dict(form.config)
+    if few:
+        _leave_out(config, few)
+    for name in [name for name in tensors if re.search(r"_proj(_qkvz?|_z)?\.weight", name)]:
         projection = name.removesuffix(".weight")
         if projection.endswith(form.left_out):
             continue
@@ -223,6 +228,19 @@ def save_quantised(
     if family == "mixtral":
         tensors = {name.replace("mlp.gate.", "block_sparse_moe.gate."): tensor for name, tensor in tensors.items()}
     save_file({name: tensor.contiguous().clone() for name, tensor in tensors.items()}, directory / "model.safetensors")
-    config = json.loads((directory / "config.json").read_text())
-    (directory / "config.json").write_text(json.dumps(config | {"quantization_config": form.config}))
+    written = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(written | {"quantization_config": config}))
     return model
+
+
+_HAS_FEW_OUTPUTS = re.compile(r"in_proj_(b|a|ba)\.|shared_expert_gate\.")
+
+
+def _leave_out(config: dict[str, Any], names: list[str]) -> None:
+    """Has a `quantization_config` say that these are stored as usual, as published models do."""
+    names = [name.removesuffix(".weight") for name in names]
+    if config["quant_method"] == "gptq":
+        config["dynamic"] = {f"-:.*{name.rpartition('.')[2]}": {} for name in names} | {"lm_head": {}}
+    else:
+        key = "ignore" if config["quant_method"] == "compressed-tensors" else "modules_to_not_convert"
+        config[key] = [*config.get(key, []), *names]

@@ -392,13 +392,15 @@ def _gptq(given: dict[str, Any]) -> Quantisation:
     _refuse(f"GPTQ with {bits} bits", bits not in (4, 8))
     form = str(given.get("checkpoint_format") or given.get("format") or "gptq")
     _refuse(f"GPTQ's checkpoint_format {form!r}", form not in ("gptq", "gptq_v2"))
-    _refuse("GPTQ with settings by module (dynamic)", bool(given.get("dynamic")))
+    by_module = given.get("dynamic") or {}
+    changed = {key: value for key, value in by_module.items() if not key.startswith("-:") and value}
+    _refuse("GPTQ with settings by module (dynamic)", bool(changed))
     _refuse("a quantised output head", bool(given.get("lm_head")))
     only = given.get("modules_in_block_to_quantize")
-    left_out: tuple[str, ...] = ()
+    left_out = _listed({"dynamic": [f"re:{key[2:]}" for key in by_module if key.startswith("-:")]}, "dynamic")
     if only:  # lists of names within a layer
         names = [str(name) for names in only for name in (names if isinstance(names, list) else [names])]
-        left_out = (rf"re:(?!.*\.({'|'.join(map(re.escape, names))})$)",)
+        left_out += (rf"re:(?!.*\.({'|'.join(map(re.escape, names))})$)",)
     size, symmetric, ordered = (
         _group_size(given["group_size"]),
         _yes(given, "sym", True),
