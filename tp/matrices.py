@@ -259,6 +259,7 @@ class GatedMlp:
         """What it gives for `rows` `[n, hidden]`, with the norm before it, if one is given; see `kernels.gated_mlp`."""
         if (
             norm is not None
+            and norm.dtype == rows.dtype
             and self.activation == "silu"
             and isinstance(self.gate_up, DenseWeight)
             and isinstance(self.down, DenseWeight)

@@ -130,17 +130,18 @@ class FullCache:
     def held(self) -> Held:
         """See `offload.held`: of this cache's own tokens, not of its prefix's."""
         yield from self.blocks.held()
-        yield from self.windows.held()
-        if self.states:
-            yield from self.states.held()
+        yield from self._held_beside()
         yield from self._mass.held()
         yield from self._attention.held()
 
     @property
     def kept_bytes(self) -> int:
         """Bytes that its own keys and values take on the device, with what they pass through."""
-        of_states = self.states.held() if self.states else ()
-        return held_bytes([*self.blocks.held(), *self.windows.held(), *of_states])
+        return held_bytes([*self.blocks.held(), *self._held_beside()])
+
+    def _held_beside(self) -> Held:
+        yield from self.windows.held()
+        yield from (("states", tensor) for tensor in (self.states.tensors() if self.states else ()))
 
     def read_so_far(self) -> ReadCounter:
         """What attention has read of this cache's and its prefix's tokens."""

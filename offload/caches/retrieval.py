@@ -20,7 +20,7 @@ from ...kernels.delta_rule import DeltaWeights
 from ...tp.rope import Rope
 from ..held import Held, held_scratch
 from .full import BlockCollector, FullCache
-from .states import LEAST_ROWS
+from .states import LEAST_ROWS, States
 from .token_slots import TokenSlots
 
 COPIED = 1024
@@ -71,7 +71,8 @@ class RetrievalCache:
         self._rope = rope
         self._scale = source.config.attention_scale
         self._scratch = Scratch()
-        self._states = source.states and source.states.drafting(state_rows)
+        self._states: States | None = None  # from the first choice on, if `source` has any
+        self._state_rows = state_rows
         num_layers = source.config.kv_layers
         self._buffers: list[tuple[Tensor, Tensor]] = []  # keys, values [num_kv_heads, room, head_dim] per layer
         self._kept = 0  # tokens in chunks, at the front of a buffer
@@ -96,8 +97,7 @@ class RetrievalCache:
         yield from (("retrieval", buffer) for layer in self._buffers for buffer in layer)
         if self._selected:
             yield from (("retrieval", chunks) for chunks in self._selected.chunks)
-        if self._states:
-            yield from self._states.held()
+        yield from (("retrieval", tensor) for tensor in (self._states.tensors() if self._states else ()))
         yield from held_scratch(self._scratch)
 
     @property
@@ -112,7 +112,7 @@ class RetrievalCache:
         self._drop_passes.append(weakref.WeakMethod(drop))
 
     def token_slots(self, n: int) -> TokenSlots | None:
-        return None if self._states else self._slots_from(self.length)
+        return None if self.source.states else self._slots_from(self.length)
 
     def _slots_from(self, start: int) -> TokenSlots:
         return TokenSlots(start, self._kept + start - self._tail_start)
@@ -122,7 +122,8 @@ class RetrievalCache:
 
     def prepare(self, n: int) -> None:
         self._make_room(self._kept + self.length - self._tail_start + n)
-        if self._states:
+        if self.source.states:
+            assert self._states
             self._states.begin(self.length, n)
 
     def advance_states(self, layer: int, inputs: Tensor, gates: Tensor, weights: DeltaWeights) -> Tensor:
@@ -257,6 +258,7 @@ class RetrievalCache:
         if not self._buffers:
             empty = torch.empty(c.num_kv_heads, 0, c.head_dim, dtype=blocks.dtype, device=blocks.device)
             self._buffers = [(empty, empty)] * c.kv_layers
+            self._states = self.source.states and self.source.states.drafting(self._state_rows)
         for layer, (keys, values) in enumerate(self._buffers):
             if keys.shape[1] < wanted:
                 self._buffers[layer] = _grown(keys, wanted), _grown(values, wanted)

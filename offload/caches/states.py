@@ -11,7 +11,7 @@ from it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -21,12 +21,9 @@ from ...kernels.delta_rule import DeltaWeights, delta_chunks, delta_steps
 from ...kernels.selection import STEP_ROWS
 from ...tp.model.config import ModelConfig
 from ...tp.model.linear_attention import LinearAttention
-from ..held import Held
 
 KEPT = 3
 """Copies of earlier states, at most."""
-
-_HOST = torch.device("cpu")
 
 LEAST_ROWS = 32
 """Tokens of a layer that can be taken back, where it is not known how many may have to."""
@@ -53,8 +50,8 @@ class _State:
         self.state.copy_(other.state)
         self.past.copy_(other.past)
 
-    def copy_on(self, device: torch.device) -> _State:
-        return _State(self.position, *(x.to(device, copy=True) for x in (self.state, self.past)))
+    def copy_on_host(self) -> _State:
+        return _State(self.position, *(x.clone().cpu() for x in (self.state, self.past)))
 
     def clear(self, position: int = 0) -> None:
         """Has seen nothing, and goes on at a position."""
@@ -136,12 +133,12 @@ class States:
         """Those of a drafting tier of the same weights."""
         return States(self._linear, self._dtype, self._device, rows=rows, source=self)
 
-    def held(self) -> Held:
-        """See `offload.held`."""
+    def tensors(self) -> Iterator[Tensor]:
+        """What is held on the device."""
         for state in (*self._working, *self._committed):
-            yield from (("states", x) for x in (state.state, state.past))
+            yield from (state.state, state.past)
         for rows in self._rows:
-            yield from (("states", x) for x in (rows.inputs, rows.gates))
+            yield from (rows.inputs, rows.gates)
 
     @property
     def length(self) -> int:
@@ -256,7 +253,7 @@ class States:
         if state.position in self._wanted:
             kept = self._kept.setdefault(state.position, [])
             if len(kept) == layer:
-                kept.append(state.copy_on(_HOST))
+                kept.append(state.copy_on_host())
 
     def keep_at(self, positions: Sequence[int]) -> None:
         """Has the states behind so many tokens kept, as they come; of those before that are kept the last ones."""
@@ -309,7 +306,7 @@ class States:
                 origin = working if working.position == length else committed
                 self._begin_with([origin], [i])
                 self._rows[i].put(origin.position, *rows.between(origin.position, length), origin.position)
-        self._kept = {at: [one.copy_on(_HOST) for one in states] for at, states in other._kept.items() if at <= length}
+        self._kept = {at: [one.copy_on_host() for one in states] for at, states in other._kept.items() if at <= length}
         self._went_to(length)
 
     def _begin_with(self, states: Sequence[_State], layers: Sequence[int] | None = None) -> None:

@@ -95,8 +95,7 @@ class StreamingCache:
         """See `offload.held`."""
         for layers in (self._sink_keys, self._sink_values, self._keys, self._values, self._rotated):
             yield from (("draft_kv", layer) for layer in layers)
-        if self._states:
-            yield from self._states.held()
+        yield from (("draft_kv", tensor) for tensor in (self._states.tensors() if self._states else ()))
         yield from held_scratch(self._scratch)
 
     def before_growth(self, drop: Callable[[], None]) -> None:

@@ -10,12 +10,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
 
 from ...kernels.plain_attention import scratch_bytes
 from ...kernels.selection import KEYS_PER_SPLIT, MOST_PARTS, STEP_ROWS, TILE_ROWS
 from ...tp.errors import CapacityError
 from ...tp.matrices import ModelMatrices
 from ...tp.model.config import ModelConfig
+from ...tp.model.linear_attention import LinearAttention
 from ...tp.rope import rope_bytes
 from ...tp.units import gib
 from ..caches.recent_mass import RECENT_ROWS
@@ -115,7 +119,7 @@ class RunPlan:
     tail: int
     """Tokens that a retrieval cache has room for behind its chunks; 0 where that tier is off."""
     retrieval: int
-    """The retrieval cache."""
+    """The retrieval cache, with states of its own."""
     mass: int
     """The attention mass that its chunks are chosen by, and what it is computed from."""
     ring: int
@@ -124,8 +128,8 @@ class RunPlan:
     windows: int
     """The last tokens of layers with sliding windows, where others have none; on the compute device."""
     states: int
-    """Of layers with linear attention, of all tiers, with what is kept of tokens that may be taken back; on the compute
-    device."""
+    """Of layers with linear attention, in the full cache, with what is kept of tokens that may be taken back; on the
+    compute device."""
     kept_states: int
     """Copies of earlier ones, in host memory."""
     prefill: int
@@ -138,7 +142,7 @@ class RunPlan:
     scratch: int
     """What attention by PyTorch's operations keeps from call to call."""
     draft_kv: int
-    """The draft's caches: sinks and a recent window."""
+    """The draft's caches: sinks and a recent window, and states."""
     rope: int
     """RoPE's tables, the target's and the draft's."""
     streamed_per_pass: int
@@ -161,8 +165,7 @@ class RunPlan:
     @property
     def state_rows(self) -> int:
         """Tokens of a round whose states can be taken back."""
-        drafted = self.verify_draft.longest + self.retrieval_draft.longest if self.budget else 0
-        return max(LEAST_ROWS, drafted + 2)
+        return _state_rows(self.verify_draft, self.retrieval_draft, drafts=self.budget > 0)
 
     @property
     def index(self) -> int:
@@ -380,7 +383,12 @@ def make_plan(request: RunRequest, placement: Placement | None = None) -> RunPla
         if request.sequences > 1:  # whose rows are not more in all
             shorter = min(shorter, STEP_ROWS // request.sequences)
         tails = (request.sequences - 1) * TAIL_TOKENS * token_bytes
-        found = RunPlan(
+        rows = _state_rows(verify_draft, _retrieval_draft(settings), drafts=budget > 0)
+        states = partial(_state_bytes, dtype=request.dtype, rows=rows)
+        of_draft = streaming_bytes(request.small, request.dtype) if request.small else 0
+        of_draft += states(request.small.linear, states=2) if request.small else 0
+        retrieval = (max(budget, chunk_size) + tail) * retrieved + states(part.linear, states=1)
+        return RunPlan(
             request=request,
             placement=placement,
             budget=budget,
@@ -393,25 +401,24 @@ def make_plan(request: RunRequest, placement: Placement | None = None) -> RunPla
             room_for_unpacked=unpacked + spare_unpacked,
             spare=placement.num_spare * host_block + spare_unpacked,
             tail=tail,
-            retrieval=request.sequences * (max(budget, chunk_size) + tail) * retrieved if budget else 0,
+            retrieval=request.sequences * retrieval if budget else 0,
             mass=mass + (request.sequences - 1) * _mass_bytes(request, placement, shorter) if budget else 0,
             ring=placement.ring_blocks * block // kept.num_layers,
             open_stretches=placement.open_tokens * token_bytes + tails,
             windows=request.sequences * window_bytes(part, request.dtype, chunk_size, limits),
-            states=0,
+            states=request.sequences * states(part.linear, states=2),
             kept_states=request.sequences * KEPT * part.linear.state_bytes(request.dtype) if part.linear else 0,
             prefill=max(activations + workspace + joined, drafting)
             + (_mass_bytes(request, placement, RECENT_ROWS - 1) if budget else 0),
             between_slices=_hidden_bytes(request, request.own) + workspace,
             scratch=_scratch_bytes(request, placement, budget + tail),
-            draft_kv=request.sequences * streaming_bytes(request.small, request.dtype) if request.small else 0,
+            draft_kv=request.sequences * of_draft,
             rope=rope_bytes(part, request.shared + placement.capacity)
             + (rope_bytes(request.small, STREAMING_POSITIONS) if request.small else 0),
             streamed_per_pass=placement.streamed_blocks(request.own) * host_block,
             disk_per_pass=placement.disk_blocks(request.own) * host_block,
             verify_draft=verify_draft,
         )
-        return replace(found, states=request.sequences * _state_bytes(found))
 
     def streamed(resident_bytes: float, num_disk: int = 0, *, packed: bool = request.packs(on_disk=False)) -> RunPlan:
         sizes = request.own, chunk_size, resident_bytes
@@ -510,16 +517,14 @@ def largest_whole(most: int, works: Callable[[int], bool]) -> int:
     return least
 
 
-def _state_bytes(plan: RunPlan) -> int:
-    """See `RunPlan.states`; of one sequence."""
-    request, dtype = plan.request, plan.request.dtype
-    found, target, draft = 0, request.part.linear, request.small.linear if request.small else None
-    if target:  # the full cache's tier has two of each, a drafting one has one
-        tiers = 1 + (plan.budget > 0)
-        found += (1 + tiers) * target.state_bytes(dtype) + tiers * plan.state_rows * target.row_bytes(dtype)
-    if draft:
-        found += 2 * draft.state_bytes(dtype) + plan.state_rows * draft.row_bytes(dtype)
-    return found
+def _state_bytes(linear: LinearAttention | None, dtype: torch.dtype, states: int, rows: int) -> int:
+    """Of so many states of each layer, and what is kept of so many tokens."""
+    return states * linear.state_bytes(dtype) + rows * linear.row_bytes(dtype) if linear else 0
+
+
+def _state_rows(verify: DraftTokens, retrieval: DraftTokens, *, drafts: bool) -> int:
+    """See `RunPlan.state_rows`."""
+    return max(LEAST_ROWS, verify.longest + retrieval.longest + 2 if drafts else 0)
 
 
 def _verify_draft(request: RunRequest, placement: Placement) -> DraftTokens:

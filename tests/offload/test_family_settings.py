@@ -1,4 +1,5 @@
-"""Greedy text of experts, of Gemma 3 and of models with linear attention, dense and in few bits, equals transformers' with settings of all kinds."""
+"""Greedy text of experts, of Gemma 3 and of models with linear attention, dense and in few bits, equals transformers'
+with settings of all kinds."""
 
 import random
 from dataclasses import replace

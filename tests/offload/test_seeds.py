@@ -18,7 +18,8 @@ from triforce.offload import Engine, Sampling
 PROMPT = random_tokens(620, seed=3)
 NEW_TOKENS = 24
 
-FAMILIES = ("llama", "mistral-window", "qwen2", "qwen3-bias", "qwen3-moe", "mixtral", "gemma3")
+OTHERS = ("qwen2", "qwen3-bias", "qwen3-moe", "mixtral", "gemma3", "qwen3.5", "qwen3-next")
+FAMILIES = ("llama", "mistral-window", *OTHERS)
 compiled_products = pytest.mark.skipif(
     cpu_level() < Level.AVX512_BF16, reason="the compiled kernels are not installed, or not for this CPU"
 )

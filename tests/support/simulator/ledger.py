@@ -195,10 +195,12 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 
 def save_models(root: Path, **sizes: int) -> Path:
-    """Tiny targets, of which one has layers with sliding windows beside others, and a tiny draft."""
+    """Tiny targets, of which one has layers with sliding windows beside others and one linear attention, and a tiny
+    draft."""
     save_llama(root / "draft", seed=9, num_hidden_layers=1, hidden_size=32, **sizes)
     save_llama(root / "target", seed=1, num_key_value_heads=2, max_position_embeddings=4096, **sizes)
     save_family(root / "windows", "gemma3", seed=1, **sizes)
+    save_family(root / "states", "qwen3.5", seed=1, **sizes)
     return root
 
 
@@ -206,7 +208,7 @@ def play(models: Path, seed: int, steps: int = 4) -> Ledger:
     """Answers, conversations, batches that sequences join and leave, texts that are saved and restored, and runs that
     are broken off, with settings of all kinds; checks after each round. With every fourth seed, host memory is so
     limited that keys and values are on a disk, and some runs are refused; with every third, passes are captured; with
-    every fifth, the target has layers with sliding windows.
+    every fifth, the target has layers with sliding windows, and with the ones after those linear attention.
 
     Raises:
         Uncounted: see `Ledger.check`.
@@ -229,7 +231,7 @@ def play_on_ranks(models: Path, seed: int, steps: int = 4, ranks: int = 2) -> li
 
 def _play(models: Path, seed: int, steps: int, folder: Path, ranks: int = 1) -> Ledger:
     """Args: `folder` is for saved contexts, and for blocks on a disk."""
-    chance, target = random.Random(seed), models / ("windows" if seed % 5 == 4 else "target")
+    chance, target = random.Random(seed), models / {4: "windows", 0: "states"}.get(seed % 5, "target")
     settings: dict[str, Any] = {
         "dtype": chance.choice(["float32", "bfloat16", "float16"]),
         "tiers": chance.choice([1, 2, 3, 3]),

@@ -154,6 +154,7 @@ def _faults_of(caches: ActiveSequence, plan: RunPlan) -> Iterator[str]:
     for part in ("resident_kv", "ring", "open_stretches"):
         yield from _unlike(part, held, getattr(plan, part))
     yield from _unlike("windows", bytes_by_part(caches.full.windows.held()), plan.windows)
+    yield from _unlike("states", bytes_by_part(caches.full.held()), plan.states)
     same = ("block_size", "num_blocks", "open_tokens", "packed")
     if (
         any(getattr(was, name) != getattr(placement, name) for name in same)
@@ -171,7 +172,7 @@ def _chosen_bytes(plan: RunPlan) -> int:
     """Of the numbers of chunks that were chosen and are copied by the next pass, which plans leave out: less than a
     hundredth of their keys and values."""
     part = plan.request.part
-    return plan.budget // plan.chunk_size * part.num_layers * part.num_kv_heads * 8
+    return plan.budget // plan.chunk_size * part.kv_layers * part.num_kv_heads * 8
 
 
 def _unlike(part: str, held: Mapping[str, int], planned: int, least: int | None = None) -> Iterator[str]:
