@@ -18,6 +18,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .cpu.calls import threads
+from .cpu.library import DeltaCall, Level, cpu_level, loaded
+from .selection import on_cpu, selected
+
 CHUNK = 64
 """Tokens that `delta_chunks` computes together; chunks begin at multiples of it."""
 
@@ -30,7 +34,7 @@ class DeltaWeights:
     """What a layer computes with, or a rank's part of it."""
 
     conv: Tensor
-    """`[channels, kernel]`, in the dtype that is computed in: of queries, then keys, then values."""
+    """`[kernel, channels]` float32, rounded to the dtype that is computed in: of queries, then keys, then values."""
     decay: Tensor
     """`[value_heads]` float32, below 0."""
     decay_bias: Tensor
@@ -44,12 +48,12 @@ class DeltaWeights:
 
     @property
     def value_dim(self) -> int:
-        return (self.conv.shape[0] - 2 * self.key_heads * self.key_dim) // self.value_heads
+        return (self.conv.shape[1] - 2 * self.key_heads * self.key_dim) // self.value_heads
 
     @property
     def past(self) -> int:
         """Tokens before a token that the convolution sees."""
-        return self.conv.shape[1] - 1
+        return self.conv.shape[0] - 1
 
     def tensors(self) -> tuple[Tensor, ...]:
         """What is held."""
@@ -93,6 +97,8 @@ def delta_steps(
     """
     n = gates.shape[0]
     out = inputs.new_empty(wanted, weights.value_heads, weights.value_dim)
+    if _steps_compiled(inputs, gates, weights, state, out, saved):
+        return out
     waiting = list(saved)
     current = state.clone()
     for i in range(n + 1):
@@ -144,12 +150,47 @@ def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
     return (normed * F.silu(gate.float())).to(x.dtype)
 
 
+def _steps_compiled(
+    inputs: Tensor,
+    gates: Tensor,
+    weights: DeltaWeights,
+    state: Tensor,
+    out: Tensor,
+    saved: Sequence[tuple[int, Tensor]],
+) -> bool:
+    """`delta_steps` by the compiled kernel, into `out`, where this processor has it and it takes such numbers."""
+    if not compiled_delta(inputs) or len(saved) > 2:
+        return False
+    inputs, gates = inputs.contiguous(), gates.contiguous()
+    places = [*saved, (0, None), (0, None)][:2]
+    arguments = DeltaCall(
+        *(x.data_ptr() for x in (inputs, gates, *weights.tensors(), state, out)),
+        *(place.data_ptr() if place is not None else 0 for _, place in places),
+        *(behind for behind, _ in places),
+        *(gates.shape[0], out.shape[0], inputs.shape[1], weights.past + 1),
+        *(weights.key_heads, weights.value_heads, weights.key_dim, weights.value_dim),
+        *(inputs.dtype == torch.bfloat16, threads()),
+    )
+    kernels = loaded()
+    assert kernels is not None
+    failed = kernels.triforce_delta_steps(arguments)
+    if failed == 1:
+        raise MemoryError(f"no memory for the temporaries of {gates.shape[0]} rows")
+    return not failed
+
+
+def compiled_delta(inputs: Tensor) -> bool:
+    """Whether there is a compiled kernel for what layers get."""
+    is_compiled = on_cpu(inputs.device) and selected().layers is None and cpu_level() >= Level.AVX2
+    return is_compiled and inputs.dtype in (torch.float32, torch.bfloat16)
+
+
 def _rows(inputs: Tensor, gates: Tensor, weights: DeltaWeights) -> _Rows:
     """Those of `n` tokens, by what the convolution sees of them and of those before, and by their gates."""
     n, heads = gates.shape[0], weights.value_heads
-    summed = inputs[:n].float() * weights.conv[:, 0].float()
+    summed = inputs[:n].float() * weights.conv[0]
     for tap in range(1, weights.past + 1):
-        summed += inputs[tap : tap + n].float() * weights.conv[:, tap].float()
+        summed += inputs[tap : tap + n].float() * weights.conv[tap]
     mixed = F.silu(summed.to(inputs.dtype)).float()
     keys = weights.key_heads * weights.key_dim
     q, k, v = mixed.split((keys, keys, heads * weights.value_dim), dim=-1)

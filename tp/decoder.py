@@ -519,7 +519,8 @@ def _read_delta(whole: LinearAttention, part: LinearAttention, first: int, read:
     conv = read("linear_attn.conv1d.weight", whole.channels, 1, whole.kernel).squeeze(1)
     parts = conv[keys], conv[whole.keys :][keys], conv[2 * whole.keys :][values.start : values.stop]
     decay, bias = (read(f"linear_attn.{name}", whole.value_heads)[heads].float() for name in ("A_log", "dt_bias"))
-    return DeltaWeights(torch.cat(parts), -decay.exp(), bias, part.key_heads, whole.key_dim)
+    taps = torch.cat(parts).float().t().contiguous()
+    return DeltaWeights(taps, -decay.exp(), bias, part.key_heads, whole.key_dim)
 
 
 def _read_norm(config: ModelConfig, checkpoint: Checkpoint, name: str, width: int) -> Tensor:

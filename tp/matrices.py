@@ -602,7 +602,7 @@ def _linear_vectors(linear: LinearAttention | None) -> tuple[int, int]:
     """See `ModelMatrices.linear_vectors`; of a rank's part."""
     if linear is None:
         return 0, 0
-    return linear.kernel * linear.channels + linear.value_dim, 2 * linear.value_heads
+    return linear.value_dim, 2 * linear.value_heads + linear.kernel * linear.channels
 
 
 def layer_prefix(index: int) -> str:

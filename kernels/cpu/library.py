@@ -13,7 +13,7 @@ from enum import IntEnum
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
-_ABI = 14
+_ABI = 15
 """`TRIFORCE_ABI` of cpu.h."""
 
 
@@ -23,7 +23,7 @@ class Level(IntEnum):
     NONE = 0
     """Packing and numbers of quantised matrices, in instructions that every processor has."""
     AVX2 = 1
-    """Attention, packing and sampling."""
+    """Attention, the delta rule, packing and sampling."""
     AVX512 = 2
     """Attention and packing, sampling as on the level before."""
     AVX512_BF16 = 3
@@ -76,6 +76,20 @@ class PackingCall(ctypes.Structure):
             *("num_blocks", "num_kv_heads", "tokens", "head_dim"),
             *("below", "starts", "exceptions", "largest", "slot_bytes", "capacity"),
             *("threads", "level"),
+        )
+    )
+
+
+class DeltaCall(ctypes.Structure):
+    """The arguments of `triforce_delta_steps`: `Delta` of cpu.h, field by field."""
+
+    _fields_ = tuple(
+        (name, ctypes.c_int64)
+        for name in (
+            *("inputs", "gates", "conv", "decay", "bias", "state", "out"),
+            *("saved_0", "saved_1", "saved_behind_0", "saved_behind_1"),
+            *("n", "wanted", "channels", "kernel", "key_heads", "value_heads", "key_dim", "value_dim"),
+            *("is_bf16", "threads"),
         )
     )
 
@@ -136,6 +150,7 @@ def _declare(kernels: ctypes.CDLL) -> None:
         *(pointer, flag, pointer, pointer, pointer, count),
         *(pointer, count, pointer, count, count, count, flag, flag),
     ]
+    kernels.triforce_delta_steps.argtypes = [ctypes.POINTER(DeltaCall)]
     double = ctypes.c_double
     kernels.triforce_distribution.argtypes = [*(pointer, count, count, double, count, double, double, pointer, flag)]
     for kernel in (kernels.triforce_certainties, kernels.triforce_pick, kernels.triforce_race):

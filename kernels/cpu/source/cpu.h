@@ -29,7 +29,7 @@ INLINE uint16_t bfloat16_of(float x)
 
 /* Raised whenever the arguments of a function or the arithmetic of a level change, so that Python refuses a library built
  * from other sources. */
-#define TRIFORCE_ABI 14
+#define TRIFORCE_ABI 15
 EXPORT int triforce_abi(void);
 
 /* Bytes of `Attention` (attention.h), which Python compares with its own declaration of it. */
@@ -123,6 +123,22 @@ enum { BLOCKS = 16 };
 EXPORT int triforce_product(const void *values, int kind, const float *scales, const float *zeros, const int64_t *group_of,
                             int64_t row_bytes, const float *x, int64_t n, float *out, int64_t outputs, int64_t inputs,
                             int64_t groups, int is_bf16, int threads);
+
+/* The arguments of the gated delta rule; `DeltaCall` of kernels/cpu/library.py declares the same fields in the same order. */
+typedef struct {
+    int64_t inputs, gates;    /* addresses: [kernel - 1 + n][channels], [n][2][value_heads], in float32 or bfloat16 */
+    int64_t conv;             /* [kernel][channels] float32 */
+    int64_t decay, bias;      /* [value_heads] float32 */
+    int64_t state;            /* [value_heads][key_dim][value_dim] float32 */
+    int64_t out;              /* of the last `wanted` rows [wanted][value_heads][value_dim], as the inputs are */
+    int64_t saved[2];         /* where the state is written to behind `saved_behind` rows, it may be `state`; or 0 */
+    int64_t saved_behind[2];
+    int64_t n, wanted, channels, kernel, key_heads, value_heads, key_dim, value_dim; /* widths multiples of 8 */
+    int64_t is_bf16, threads;
+} Delta;
+
+/* 0; 1 if memory ran out; 2 if this processor has not the level, LEVEL_AVX2, or the widths are others. */
+EXPORT int triforce_delta_steps(const Delta *call);
 
 /* Sampling (sampling.c), from LEVEL_AVX2 on: `n` rows of `vocab` logits or weights, one after another. What each computes is
  * said in offload/speculation. `out` is the rows of probabilities that the filters make of logits; a temperature of 0 is
