@@ -20,6 +20,7 @@ from torch import Tensor
 
 from .cpu.calls import threads
 from .cpu.library import DeltaCall, Level, cpu_level, loaded
+from .packages import usable_packages
 from .selection import on_cpu, selected
 
 CHUNK = 64
@@ -55,7 +56,7 @@ class DeltaWeights:
         """Tokens before a token that the convolution sees."""
         return self.conv.shape[0] - 1
 
-    def tensors(self) -> tuple[Tensor, ...]:
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
         """What is held."""
         return self.conv, self.decay, self.decay_bias
 
@@ -97,6 +98,12 @@ def delta_steps(
     """
     n = gates.shape[0]
     out = inputs.new_empty(wanted, weights.value_heads, weights.value_dim)
+    if len(saved) <= 2 and "triton" in usable_packages(inputs.device):
+        from .triton.delta import delta_steps_triton  # only where there is a GPU
+
+        heads = weights.key_heads, weights.value_heads
+        delta_steps_triton(inputs, gates, weights.tensors(), heads, state, out, saved)
+        return out
     if _steps_compiled(inputs, gates, weights, state, out, saved):
         return out
     waiting = list(saved)

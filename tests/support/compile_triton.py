@@ -27,6 +27,7 @@ from triforce.kernels.quantised import BLOCK_FORMS
 from triforce.kernels.triton import attention as triton_attention
 from triforce.kernels.triton import blocks as triton_blocks
 from triforce.kernels.triton import chunks as triton_chunks
+from triforce.kernels.triton import delta as triton_delta
 from triforce.kernels.triton import groups as triton_groups
 from triforce.kernels.triton import packing as triton_packing
 from triforce.kernels.triton import quantised as triton_quantised
@@ -211,6 +212,15 @@ def block_variants(dtype: torch.dtype) -> Iterator[tuple[str, Variant]]:
         yield "numbers of blocks", Variant(of._expand_kernel, of_numbers, numbers, warps, options)
 
 
+def delta_variant(dtype: torch.dtype, key_heads: int, value_heads: int, key_dim: int, value_dim: int) -> Variant:
+    constants = {"KERNEL": 4, "KEY_HEADS": key_heads, "VALUE_HEADS": value_heads, "KEY_DIM": key_dim}
+    constants |= {"VALUE_DIM": value_dim, "TILE_KEYS": triton_attention.power_of_two(key_dim)}
+    constants |= {"TILE_VALUES": triton_delta.TILE_VALUES}
+    floats = "conv", "decay", "decay_bias", "state", "after_first", "after_second"
+    types = dict.fromkeys(("inputs", "gates", "out"), POINTERS[dtype]) | dict.fromkeys(floats, "*fp32")
+    return Variant(triton_delta._steps_kernel, constants, types, triton_delta.NUM_WARPS)
+
+
 def usual_variants(dtypes: list[torch.dtype], head_dims: list[int], groups: list[int]) -> Iterator[tuple[str, Variant]]:
     """All that runs of usual models use, each with its name. Of attention: steps on the full cache, steps that are
     captured, without a window and with one, and a prefill with a window."""
@@ -224,6 +234,7 @@ def usual_variants(dtypes: list[torch.dtype], head_dims: list[int], groups: list
         for variant in chunk_variants(dtype, head_dim, 8):
             yield "copies of chunks", variant
     for dtype in dtypes:
+        yield "delta rule", delta_variant(dtype, 16, 32, 128, 128)
         for variant in product_variants(dtype):
             of_sums = variant.kernel is triton_quantised._finish_kernel
             yield f"products of quantised matrices{': sums' if of_sums else ''}", variant

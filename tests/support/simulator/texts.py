@@ -1,7 +1,7 @@
 """Random histories of requests to one run after another: they join in every round, are ended in every phase, start from
 saved contexts, save them, are refused, and go on from what was answered; runs are interrupted, or broken off in a pass.
-Each text is the one it has alone. Of the models one has sliding windows in all layers, one in some, and one rotates
-keys by a prompt's length.
+Each text is the one it has alone. Of the models one has sliding windows in all layers, one in some, one linear
+attention, and one rotates keys by a prompt's length.
 
     python tests/support/simulator/texts.py --histories 2000
     python tests/support/simulator/texts.py --histories 200 --real
@@ -276,7 +276,7 @@ def play(models: Path, seed: int, *, ranks: int = 1, real: bool = False) -> int:
 
 def _play(models: Path, seed: int, folder: Path, ranks: int, real: bool) -> int:
     chance = random.Random(seed)
-    target = models / chance.choice(["target", "target", "window", "dynamic", "windows", "windows"])
+    target = models / chance.choice(["target", "states", "window", "dynamic", "windows", "states"])
     settings: dict[str, Any] = {
         "tiers": chance.choice([1, 2, 3, 3]),
         "resident": chance.choice([None, 0, 1e-4]),

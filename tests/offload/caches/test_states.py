@@ -1,0 +1,176 @@
+"""States of layers with linear attention: texts stay those of transformers, whatever is taken back or shared."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from joint_distribution import SHAPE, TWO_TOKENS, enumerate_joint, exact_probabilities
+from spmd import run_jobs
+from tiny import greedy_oracle, random_tokens, save_family, save_llama
+from triforce.kernels.selection import padded_rows
+from triforce.offload import Engine, Request, Sampling
+from triforce.offload.caches.full import FullCache
+from triforce.offload.caches.states import KEPT, States
+from triforce.offload.planning.request import RunRequest
+from triforce.offload.planning.run_plan import make_plan
+from triforce.offload.settings import Settings
+from triforce.tp.decoder import Decoder
+from triforce.tp.errors import UsageError
+from triforce.tp.model.config import ModelConfig
+
+CPU = torch.device("cpu")
+BOOK = random_tokens(2600, seed=3)
+GREEDY = Sampling(0.0)
+
+
+@pytest.fixture(scope="module")
+def hybrid(tmp_path_factory):
+    root = tmp_path_factory.mktemp("states")
+    save_llama(root / "draft", seed=4, num_hidden_layers=1)
+    return root, save_family(root / "target", "qwen3.5", seed=1, max_position_embeddings=8192)
+
+
+def engine(root, **settings):
+    return Engine.load(
+        root / "target", root / "draft", **({"device": "cpu", "dtype": "float32", "budget": 64} | settings)
+    )
+
+
+def cache_of(decoder, capacity=2600):
+    return FullCache.on_device(decoder.part, decoder.rope, dtype=torch.float32, device=CPU, capacity=capacity)
+
+
+@pytest.mark.parametrize("parts", [37, 288, 700, [2000, 1, 3, 280, 16, 300]], ids=str)
+@torch.inference_mode()
+def test_logits_are_those_of_transformers_however_tokens_come(hybrid, parts):
+    root, model = hybrid
+    decoder = Decoder.load(root / "target", dtype=torch.float32, device=CPU)
+    cache = cache_of(decoder)
+    pieces = torch.tensor(BOOK).split(parts)
+    got = torch.cat([decoder.forward(piece, cache, num_logits=len(piece)) for piece in pieces])
+    error = (got - model(torch.tensor([BOOK])).logits[0]).abs().amax(dim=1)
+    # What is read from a state is normed, so that a few rows are as exact as sums that cancel: the logits that
+    # transformers gives for this text token by token differ by 0.015 from these.
+    assert error.median() < 1e-4 and error.max() < 0.03 and (error > 1e-3).float().mean() < 0.02
+
+
+@torch.inference_mode()
+@padded_rows(True)
+def test_tokens_of_a_pass_are_taken_back_one_by_one(hybrid):
+    """However many, the state is that of those that stay, to the last bit where a row's bits are its own."""
+    root, _ = hybrid
+    decoder = Decoder.load(root / "target", dtype=torch.float32, device=CPU)
+    whole, cache = cache_of(decoder), cache_of(decoder)
+    for one in (whole, cache):
+        decoder.forward(torch.tensor(BOOK[:500]), one)
+    for taken in (0, 1, 5, 12, 0, 11, 3):
+        start, stays = cache.length, 12 - taken
+        wrong = random_tokens(taken, seed=taken)
+        decoder.forward(torch.tensor([*BOOK[start : start + stays], *wrong]), cache)
+        cache.rollback(start + stays)
+        assert cache.length == start + stays
+    for position in range(500, cache.length):
+        decoder.forward(torch.tensor(BOOK[position : position + 1]), whole)
+    for one in (whole, cache):
+        decoder.forward(torch.tensor(BOOK[1000:1003]), one)
+    assert whole.states and cache.states
+    for ours, theirs in zip(cache.states._working, whole.states._working, strict=True):
+        assert torch.equal(ours.state, theirs.state) and torch.equal(ours.past, theirs.past)
+
+
+def test_a_state_that_is_gone_is_not_gone_on_from(hybrid):
+    root, _ = hybrid
+    decoder = Decoder.load(root / "target", dtype=torch.float32, device=CPU)
+    cache = cache_of(decoder)
+    for part in (BOOK[:400], BOOK[400:420]):
+        decoder.forward(torch.tensor(part), cache)
+    assert [cache.reachable(length) for length in (420, 407, 400, 399)] == [420, 407, 400, 0]
+    cache.rollback(399)
+    assert cache.length == 0
+
+
+@pytest.mark.parametrize("resident", [None, 0.0], ids=["resident", "streamed"])
+def test_a_next_turn_goes_on_from_the_last_token_or_from_a_kept_state(hybrid, resident):
+    root, model = hybrid
+    asked = engine(root, resident=resident)
+
+    def answer(prompt):
+        found = asked.generate(prompt, GREEDY, 12, ignore_eos=True).stats
+        assert found["token_ids"] == greedy_oracle(model, prompt, 12) and not found["warnings"]
+        return found["token_ids"], found["reused_tokens"]
+
+    answer(BOOK[:2200])
+    prompt = [*BOOK[:2200], *BOOK[500:540]]
+    text, reused = answer(prompt)
+    assert reused == 2200, "the end of a prompt"
+    assert answer([*prompt, *text, *BOOK[100:130]])[1] >= 2251, "all but the last token"
+    assert answer([*BOOK[:2100], *BOOK[500:540]])[1] == 2048, "where prompts may part"
+    assert answer([*BOOK[:1500], *BOOK[500:540]])[1] == 1024
+    assert answer([*BOOK[:700], *BOOK[500:540]])[1] == 0
+
+
+@pytest.mark.parametrize("tiers", [1, 3])
+@pytest.mark.parametrize("resident", [None, 0.0], ids=["resident", "streamed"])
+def test_texts_together_are_those_alone(hybrid, tiers, resident):
+    """Of prompts that begin alike, and that do not."""
+    root, model = hybrid
+    asked = engine(root, resident=resident, tiers=tiers)
+    prompts = [[*BOOK[:1100], *BOOK[i : i + 9 * i + 1]] for i in range(4)] + [BOOK[700:760]]
+    batch = asked.batch([Request(prompt, GREEDY, 15, ignore_eos=True) for prompt in prompts])
+    for _ in batch:
+        pass
+    for prompt, found in zip(prompts, batch.sequences, strict=True):
+        assert found.statistics.token_ids == greedy_oracle(model, prompt, 15)
+    assert sum(found.statistics.reused_tokens == 1024 for found in batch.sequences) == 3
+
+
+def test_states_are_planned_and_held(hybrid):
+    root, _ = hybrid
+    target, draft = (ModelConfig.load(root / name) for name in ("target", "draft"))
+    request = RunRequest(target, draft, torch.float32, 6000, Settings(tiers=1))
+    plan = make_plan(request)
+    states = States.of(target, torch.float32, CPU, rows=plan.state_rows)
+    linear = target.linear
+    of_layer = 4 * (4 * linear.key_dim * linear.value_dim // 2 + 3 * linear.channels)
+    assert linear.state_bytes(torch.float32) == 2 * of_layer
+    assert plan.states == sum(tensor.nbytes for tensor in states.tensors())
+    assert plan.kept_states == KEPT * linear.state_bytes(torch.float32)
+    longer, several = make_plan(replace(request, context=12000)), make_plan(replace(request, sequences=3))
+    assert longer.states == plan.states and several.states == 3 * plan.states
+    assert plan.kv == plan.placement.capacity * 2 * 2 * 2 * 32 * 4, "of two layers alone"
+    assert make_plan(replace(request, target=draft)).states == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["qwen3.5", "qwen3-next", "qwen3.5-moe"])
+def test_text_on_two_ranks_is_that_of_transformers(tmp_path, family):
+    model = save_family(tmp_path, family, seed=1)
+    job = {"model": str(tmp_path), "draft": None, "device": "cpu", "dtype": "float32", "prompt": BOOK[:400]}
+    job |= {"new_tokens": 20, "temperature": 0.0, "seed": 1}
+    jobs = [job | {"settings": {"tiers": tiers, "budget": 64, "resident": 0.0}} for tiers in (1, 2)]
+    want = greedy_oracle(model, BOOK[:400], 20)
+    assert all(report["token_ids"] == want for reports in run_jobs(jobs, 2) for report in reports)
+
+
+def test_ranks_that_cannot_share_key_heads_are_refused(tmp_path):
+    save_family(tmp_path, "qwen3.5", linear_num_key_heads=1, linear_num_value_heads=2)
+    with pytest.raises(UsageError, match="4 heads and 2 key/value heads, 1 of linear attention"):
+        replace_ranks = RunRequest(ModelConfig.load(tmp_path), None, torch.float32, 100, Settings(tiers=1), gpus=2)
+        make_plan(replace_ranks)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("draft", ["qwen3.5", "llama"])
+def test_every_outcome_adds_up_to_the_target_distribution(tmp_path, draft):
+    """Three tiers, whose random choices have two outcomes each; the draft has states of its own, or none."""
+    shape = SHAPE | {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"], "head_dim": 16}
+    shape |= {"linear_num_key_heads": 1, "linear_num_value_heads": 2, "linear_key_head_dim": 8}
+    model = save_family(tmp_path / "target", "qwen3.5", seed=1, **(shape | {"linear_value_head_dim": 8}))
+    of_draft = shape | {"linear_value_head_dim": 8} if draft == "qwen3.5" else SHAPE
+    save_family(tmp_path / "draft", draft, seed=2, **of_draft)
+    lengths = {"draft_length": 1, "block_length": 2, "budget": 16, "chunk_size": 4}
+    asked = Engine.load(tmp_path / "target", tmp_path / "draft", device="cpu", dtype="float32", **lengths)
+    got, rejections, left_out = exact_probabilities(asked, TWO_TOKENS, 0.0)
+    assert rejections["draft"] > 0.3 and left_out < 1e-5, rejections
+    for tokens, probability in enumerate_joint(model, TWO_TOKENS).items():
+        assert abs(got[tokens] - probability) < left_out + 1e-5, "sums of states are in another order than theirs"
