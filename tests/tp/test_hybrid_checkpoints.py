@@ -22,6 +22,7 @@ from transformers import (
     Qwen3NextConfig,
 )
 from triforce.offload import Engine
+from triforce.tp import PRESETS
 from triforce.tp.decoder import Decoder
 from triforce.tp.errors import ModelError
 from triforce.tp.matrices import num_parameters
@@ -170,6 +171,15 @@ def test_published_configs_describe_the_models_they_should(tmp_path, name):
         theirs = AutoModelForCausalLM.from_config(text)
     assert num_parameters(config) == theirs.num_parameters()
     assert config.linear.layers == tuple(i for i, kind in enumerate(text.layer_types) if kind == "linear_attention")
+
+
+def test_four_bits_of_the_official_checkpoints_are_of_mlps_and_experts_alone():
+    """`dynamic` of their `quantization_config`: onnxruntime/mobius, pull request 18."""
+    for preset, mlp in (("qwen3.5-27b-gptq", "mlp.up_proj"), ("qwen3.5-35b-a3b-gptq", "mlp.experts.7.up_proj")):
+        stored = PRESETS[preset].configs()[0].quantisation
+        assert stored and stored.covers(f"model.layers.0.{mlp}")
+        for name in ("0.linear_attn.in_proj_qkv", "3.self_attn.o_proj", "0.mlp.shared_expert.up_proj"):
+            assert not stored.covers(f"model.layers.{name}")
 
 
 def logits(directory, tokens: list[int]) -> torch.Tensor:
