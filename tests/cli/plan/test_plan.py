@@ -3,11 +3,7 @@
 import json
 
 import pytest
-import torch
 from command import check_refusal, run_here, undocumented
-from tiny import save_family
-from triforce.offload.caches.states import KEPT
-from triforce.tp.model.config import ModelConfig
 
 GIB = 2**30
 THIRTEEN = "yarn-llama-2-13b-128k"
@@ -43,22 +39,6 @@ def test_what_exceeds_host_memory_is_planned_on_a_disk(capfd, monkeypatch):
     assert roomy["disk"]["kv_bytes"] == 0 and roomy["modelled"][2]["tbt_ms"] < document["modelled"][2]["tbt_ms"] / 2
     refused = plan(capfd, *asked[:-1], 0.5)
     assert refused.code == 1 and "the host needs" in refused.out and "--host-memory 4" in refused.out
-
-
-def test_states_are_shown_and_counted(capfd, monkeypatch, tmp_path):
-    monkeypatch.setenv("COLUMNS", "80")
-    save_family(tmp_path, "qwen3.5")
-    (tmp_path / "model.safetensors").unlink()
-    asked = ("--model", tmp_path, "--draft", "none", "--tiers", 2, "--gpu", "rtx4090", "--host-memory", 16)
-    outcome = plan(capfd, *asked)
-    assert outcome.code == 0 and all(len(line) <= 80 for line in outcome.out.splitlines())
-    rows = {line[:45].strip(): line[45:].split() for line in outcome.out.splitlines()}
-    assert rows["states of layers with linear attention"][-1] == rows["copies of earlier states"][0] == "-"
-    document = json.loads(plan(capfd, *asked, "--json", "-").out)
-    assert not undocumented(document, "plan.md")
-    linear = ModelConfig.load(tmp_path).linear
-    assert linear and document["host_bytes"]["kept_states"] == KEPT * linear.state_bytes(torch.float32)
-    assert document["per_gpu_bytes"]["states"] > 2 * linear.state_bytes(torch.float32)
 
 
 def test_what_does_not_fit_exits_1_with_the_remedy(capfd):
