@@ -51,7 +51,10 @@ class RandomWeights:
         dtype = dtype or self.dtype
         if name.endswith("norm.weight"):
             return torch.ones(shape, dtype=dtype, device=self.device)
-        parts = [len(range(size)[part or slice(None)]) for size, part in zip(shape, (rows, columns), strict=False)]
+        parts = list(shape)
+        for dimension, part in enumerate((rows, columns)):
+            if part:
+                parts[dimension] = len(range(shape[dimension])[part])
         return torch.randn(parts, dtype=dtype, device=self.device) * shape[-1] ** -0.5
 
     def has(self, name: str) -> bool:

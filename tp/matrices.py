@@ -512,10 +512,9 @@ class ModelMatrices:
         of_layers = self._layer_bytes(dtype, share)
         return of_layers + self._bytes_of(self.head or self.embedding, self.head_rows, dtype)
 
-    @property
-    def of_layer(self) -> tuple[Matrix, ...]:
-        """The matrices of any layer, but for the router."""
-        return self.qkv, self.o, *(self.linear or ()), *(matrix for mlp in self.mlps for matrix in mlp), *self._shared
+    def of_layer(self, layer: int) -> tuple[Matrix, ...]:
+        """Its matrices, but for the router."""
+        return *self.mixer(layer), *(matrix for mlp in self.mlps for matrix in mlp), *self._shared
 
     @property
     def _shared(self) -> tuple[Matrix, ...]:

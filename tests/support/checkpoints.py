@@ -47,3 +47,19 @@ def wrap_text_model(directory: Path) -> None:
     path.write_text(json.dumps(wrapped | outer))
     path = directory / "model.safetensors"
     save_file({f"language_model.{name}": tensor.clone() for name, tensor in load_file(path).items()}, path)
+
+
+def stack_experts(directory: Path) -> None:
+    """Has the file hold the experts of each layer, which transformers writes one by one, in two tensors, as published
+    files of Qwen3.5 do: `gate_up_proj` `[experts, 2 * width, hidden]` and `down_proj` `[experts, hidden, width]`."""
+    path = directory / "model.safetensors"
+    stored = load_file(path)
+    by_name: dict[str, dict[int, torch.Tensor]] = {}
+    for name in [name for name in stored if ".mlp.experts." in name]:
+        stem, number, kind, _ = name.rsplit(".", 3)
+        by_name.setdefault(f"{stem}.{kind}", {})[int(number)] = stored.pop(name)
+    together = {name: torch.stack([of[number] for number in range(len(of))]) for name, of in by_name.items()}
+    for name in [name for name in together if name.endswith("gate_proj")]:
+        gates, ups = together.pop(name), together.pop(name.replace("gate_proj", "up_proj"))
+        together[name.replace("gate_proj", "gate_up_proj")] = torch.cat((gates, ups), dim=1)
+    save_file(stored | together, path)

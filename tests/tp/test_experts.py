@@ -85,7 +85,7 @@ def test_a_row_has_the_same_bits_alone_and_in_company(dtype):
             assert torch.equal(of.of(rows[some], norm=norm, eps=EPS), together[some])
 
 
-@pytest.mark.parametrize("family", ["qwen3-moe", "mixtral"])
+@pytest.mark.parametrize("family", ["qwen3-moe", "mixtral", "qwen3.5-moe"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("form", [None, "gptq", "fp8"])
 def test_a_decoder_holds_what_its_plan_counts(tmp_path, family, dtype, form):
@@ -103,7 +103,7 @@ def test_a_decoder_holds_what_its_plan_counts(tmp_path, family, dtype, form):
             ModelMatrices.of(config, Split.of(config, Ranks(rank, 2, 2))),
             Checkpoint(tmp_path, dtype, CPU),
         )
-        for matrix in matrices.of_layer:
+        for matrix in matrices.of_layer(1):
             weight = matrix.read(checkpoint, layer_prefix(1), config.quantisation)
             of_it = sum(tensor.nbytes for tensor in weight.tensors())
             assert of_it == matrix.num_bytes(dtype, config.quantisation, layer_prefix(1))

@@ -313,7 +313,7 @@ def test_each_rank_holds_what_its_plan_counts(tmp_path, name, rank):
     config = ModelConfig.load(tmp_path)
     split = Split.of(config, Ranks(rank, 2, 2))
     matrices, checkpoint = ModelMatrices.of(config, split), Checkpoint(tmp_path, torch.bfloat16, CPU)
-    for matrix in matrices.of_layer:
+    for matrix in matrices.of_layer(0):
         weight = matrix.read(checkpoint, layer_prefix(0), config.quantisation)
         held = sum(tensor.nbytes for tensor in weight.tensors())
         assert held == matrix.num_bytes(torch.bfloat16, config.quantisation, layer_prefix(0))

@@ -279,6 +279,18 @@ def _refuse_unsupported(raw: dict[str, Any], family: Family, directory: Path) ->
         f"RoPE scaling {scaling!r}": (scaling not in ROPE_TYPES, ", ".join(ROPE_TYPES)),
         "RoPE parameters that differ by layer": (differ, "one set for all"),
         f"partial_rotary_factor {rotated}": (family.rotated_share is None and rotated not in (None, 1), "1"),
+        f"attn_output_gate {raw.get('attn_output_gate')}": (
+            family.output_gate and raw.get("attn_output_gate") not in (None, True),
+            "true",
+        ),
+        f"output_gate_type {raw.get('output_gate_type')!r}": (
+            family.linear is not None and raw.get("output_gate_type") not in (None, "swish", "silu"),
+            "swish",
+        ),
+        f"mamba_ssm_dtype {raw.get('mamba_ssm_dtype')!r}": (
+            family.linear is not None and raw.get("mamba_ssm_dtype") not in (None, "float32"),
+            "float32",
+        ),
         f"activation {activation!r}": (activation != family.activation, family.activation),
         "mlp_bias": (bool(raw.get("mlp_bias")), "MLPs without bias"),
         "attn_logit_softcapping": (bool(raw.get("attn_logit_softcapping")), "scores as they are"),

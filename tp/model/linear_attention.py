@@ -98,7 +98,11 @@ def linear_attention(names: LinearNames | None, raw: Mapping[str, Any], num_laye
         "linear_attention" if (layer + 1) % every else "full_attention" for layer in range(num_layers)
     ]
     if len(types) != num_layers or not set(types) <= {"linear_attention", "full_attention"}:
-        raise ValueError(f"layer_types {types} (known: linear_attention, full_attention; one a layer)")
+        kinds = ", ".join(sorted(map(str, set(types))))
+        raise ValueError(
+            f"{len(types)} layer_types for {num_layers} layers, of them {kinds} (known: linear_attention, "
+            "full_attention; one a layer)"
+        )
     layers = tuple(layer for layer, kind in enumerate(types) if kind == "linear_attention")
     if len(layers) == num_layers:
         raise ValueError("layer_types without full_attention, which a text of any length needs")

@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ..errors import ModelError
-from ..model.families import plain_name
+from ..model.families import MOST_EXPERTS, plain_name
 from .gguf_header import DENSE_FORMS, form_bytes
 from .weight_files import gguf_index, weight_files
 
@@ -30,7 +30,10 @@ _NOT_COMPUTED = (".input_scale", ".input_zero_point", ".activation_scale", ".inp
 """Ends of the names of what quantised activations would be computed with."""
 
 _OF_OTHERS = re.compile(r"(?:model\.)?(?:vision_tower|multi_modal_projector|visual)\.|mtp\.")
-"""Beginnings of the names of what only images need."""
+"""Beginnings of the names of what only images need, and of what would draft tokens."""
+
+_OF_EXPERTS = re.compile(r"(.+\.mlp\.experts)\.(gate_up_proj|down_proj)")
+"""Names of tensors that hold a matrix of every expert of a layer: `[experts, outputs, inputs]`."""
 
 
 _MAPPED_BYTES = 16 * 2**20
@@ -47,6 +50,18 @@ class _Stored:
     part: Callable[[tuple[slice, ...]], Tensor]
     is_mapped: bool = True
     """Whether a part is memory of a mapped file, and must be copied."""
+
+    def of_expert(self, number: int, share: int, shares: int) -> _Stored:
+        """An expert's matrix in a tensor of all experts', or one of the equal `shares` of its outputs."""
+        _, outputs, inputs = self.shape
+        first, stop = (i * outputs // shares for i in (share, share + 1))
+
+        def part(wanted: tuple[slice, ...]) -> Tensor:
+            rows, columns = wanted
+            start, end, _ = rows.indices(stop - first)
+            return self.part((slice(number, number + 1), slice(first + start, first + end), columns)).squeeze(0)
+
+        return _Stored((stop - first, inputs), self.dtype, part, self.is_mapped)
 
 
 class Checkpoint:
@@ -72,13 +87,30 @@ class Checkpoint:
         self._gguf = _gguf_tensors(directory)
         self._paths: dict[str, Path] = {}
         self._stored_names: dict[str, str] = {}  # in the file
+        self._experts: dict[str, tuple[int, int, int]] = {}  # see `_Stored.of_expert`
         for path in weight_files(directory):
             with self._opened(path) as stored:
                 for name in stored:
                     if not _OF_OTHERS.match(name):
-                        self._paths[plain_name(name)] = path
-                        self._stored_names[plain_name(name)] = name
+                        self._add(plain_name(name), path, stored, name)
         self._unread = set(self._paths)
+
+    def _add(self, name: str, path: Path, stored: Mapping[str, _Stored], stored_name: str) -> None:
+        """Adds a tensor of a file; of one of all experts, each expert's part, by the name that it has where experts are
+        stored one by one."""
+        names = [name]
+        of_experts = _OF_EXPERTS.fullmatch(name)
+        if of_experts and len(shape := stored[stored_name].shape) == 3:
+            kinds = ("gate", "up") if of_experts[2] == "gate_up_proj" else ("down",)
+            parts = {
+                f"{of_experts[1]}.{number}.{kind}_proj.weight": (number, share, len(kinds))
+                for number in range(min(shape[0], MOST_EXPERTS))
+                for share, kind in enumerate(kinds)
+            }
+            self._experts |= parts
+            names = list(parts)
+        self._paths |= dict.fromkeys(names, path)
+        self._stored_names |= dict.fromkeys(names, stored_name)
 
     def read(
         self,
@@ -117,7 +149,8 @@ class Checkpoint:
             raise ModelError(f"the weights in {self._directory} lack the tensor {name}")
         path = self._paths[name]
         with self._opened(path) as file:
-            yield path, file[self._stored_names[name]]
+            found = file[self._stored_names[name]]
+            yield path, found.of_expert(*self._experts[name]) if name in self._experts else found
 
     def has(self, name: str) -> bool:
         """Whether there is a tensor of this name."""
@@ -233,7 +266,9 @@ class _SafetensorsFile(Mapping[str, _Stored]):
 
         def part(wanted: tuple[slice, ...]) -> Tensor:
             found = stored[wanted]
-            self.bytes_read += math.prod(shape) * found.itemsize  # some columns are on as many pages as all
+            of_first = len(range(*wanted[0].indices(shape[0]))) if shape else 1
+            # Of what the first dimension is cut to; some columns are on as many pages as all.
+            self.bytes_read += of_first * math.prod(shape[1:]) * found.itemsize
             return found
 
         return _Stored(shape, stored.get_dtype(), part)

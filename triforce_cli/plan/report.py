@@ -80,6 +80,7 @@ def _memory_table(plan: Plan) -> Table:
         (f"KV cache, {blocks}", _size(run.resident_kv), _size(run.streamed_kv * request.gpus)),
         *([("room for blocks that leave the GPU", "-", _size(run.spare * request.gpus))] if run.spare else []),
         *([("last tokens of layers with windows", _size(run.windows), "-")] if run.windows else []),
+        *([("states of layers with linear attention", _size(run.states), "-")] if run.states else []),
         *((name, gib(size), "-") for name, size in others.items() if size == larger > 0),
         *(
             (f"{name} (not at the same time)", f"({gib(size)})", "-")
@@ -91,6 +92,7 @@ def _memory_table(plan: Plan) -> Table:
         *([("attention in PyTorch's operations", _size(run.scratch), "-")] if run.scratch else []),
         *((name, _size(size), "-") for name, size in streaming.items() if placement.streams),
         *([("staging, for what is on the disk", "-", _size(run.staging * request.gpus))] if run.staging else []),
+        *([("copies of earlier states", "-", _size(run.kept_states * request.gpus))] if run.kept_states else []),
         *([("index of the text", "-", _size(run.index * request.gpus))] if run.index else []),
         *(
             (f"process: {_PROCESS[part]}", "-", _size(size * request.gpus))

@@ -125,7 +125,7 @@ def test_requests_that_a_shape_cannot_meet_are_refused(shape, tmp_path, monkeypa
 
 
 @pytest.mark.parametrize("form", ["awq", None])
-@pytest.mark.parametrize("family", ["qwen3-moe", "mixtral", "gemma3"])
+@pytest.mark.parametrize("family", ["qwen3-moe", "mixtral", "gemma3", "qwen3.5", "qwen3-next"])
 def test_steps_of_other_families_are_measured(capfd, tmp_path, family, form):
     if form:
         save_quantised(tmp_path, FORMATS[form], family)

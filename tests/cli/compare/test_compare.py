@@ -14,7 +14,7 @@ from checkpoints import wrap_text_model
 from command import TEXT, TRIFORCE, VOCABULARY, check_refusal, run_here, save_tokenizer, undocumented
 from comparisons import PROMPT_TOKENS, TOKENS, first_on_path, rows_of, save_deepspeed
 from quantised import FORMATS, save_quantised
-from tiny import greedy_oracle
+from tiny import greedy_oracle, save_family
 from transformers import LlamaForCausalLM
 from triforce.tp import Tokenizer
 
@@ -42,6 +42,19 @@ def test_transformers_gets_the_text_model_of_several(compare, tmp_path, forked_w
     changes = {"vocab_size": VOCABULARY, "max_position_embeddings": 1024}
     save_quantised(tmp_path / "target", FORMATS["gptq"], "gemma3", **changes)
     wrap_text_model(tmp_path / "target")
+    of_model = {"model": tmp_path / "target", "draft": "none"}
+    outcome, document = compare("transformers", json_path=tmp_path / "runs.json", **of_model)
+    check_same_text(outcome, document)
+
+
+@pytest.mark.parametrize(("family", "form"), [("qwen3.5", None), ("qwen3.5-moe", "gptq"), ("qwen3-next", "packed")])
+def test_transformers_gets_layers_with_linear_attention(compare, tmp_path, forked_workers, family, form):
+    save_tokenizer(tmp_path / "target")
+    changes = {"vocab_size": VOCABULARY, "max_position_embeddings": 1024}
+    if form:
+        save_quantised(tmp_path / "target", FORMATS[form], family, **changes)
+    else:
+        save_family(tmp_path / "target", family, **changes)
     of_model = {"model": tmp_path / "target", "draft": "none"}
     outcome, document = compare("transformers", json_path=tmp_path / "runs.json", **of_model)
     check_same_text(outcome, document)

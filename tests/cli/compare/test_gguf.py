@@ -83,6 +83,14 @@ def test_what_llama_cpp_would_compute_otherwise_is_refused(tmp_path):
     save_llama(tmp_path / "dynamic", rope_parameters=dynamic)
     with pytest.raises(ModelError, match="RoPE scaling 'dynamic'"):
         write_gguf(tmp_path / "dynamic", tmp_path / "b.gguf", "float32")
+    for family, words in (
+        ("qwen3-next", "mixtures of experts"),
+        ("qwen3.5", "is a Qwen3_5ForCausalLM, which is not written for llama.cpp"),
+        ("gemma3", "is a Gemma3ForCausalLM, which is not written for llama.cpp"),
+    ):
+        save_family(tmp_path / family, family)
+        with pytest.raises(ModelError, match=words):
+            write_gguf(tmp_path / family, tmp_path / "c.gguf", "float32")
 
 
 @torch.inference_mode()

@@ -1,13 +1,16 @@
 """What is planned is what a run takes, byte for byte, and a remedy is enough and not more."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from command import run_here, undocumented
 from safetensors import safe_open
-from tiny import random_tokens, save_llama
+from tiny import random_tokens, save_family, save_llama
 from triforce.offload import Engine, Sampling
+from triforce.offload.caches.states import KEPT
 from triforce.offload.held import held_bytes
 from triforce.offload.planning.cards import CARDS
 from triforce.offload.planning.remedies import remedies, shortfalls
@@ -174,3 +177,19 @@ def test_cards_are_plausible():
     for card in CARDS.values():
         assert 10 < card.memory_gib < 200 and 4 < card.memory_gb_per_s / card.link_gb_per_s < 200
         assert 20 < card.tflops * 1e3 / card.memory_gb_per_s < 500, "operations a byte"
+
+
+def test_states_are_shown_and_counted(capfd, monkeypatch, tmp_path):
+    monkeypatch.setenv("COLUMNS", "80")
+    save_family(tmp_path, "qwen3.5")
+    (tmp_path / "model.safetensors").unlink()
+    asked = ("--model", tmp_path, "--draft", "none", "--tiers", 2, "--gpu", "rtx4090", "--host-memory", 16)
+    outcome = run_here(capfd, "plan", *asked)
+    assert outcome.code == 0 and all(len(line) <= 80 for line in outcome.out.splitlines())
+    rows = {line[:45].strip(): line[45:].split() for line in outcome.out.splitlines()}
+    assert rows["states of layers with linear attention"][-1] == rows["copies of earlier states"][0] == "-"
+    document = json.loads(run_here(capfd, "plan", *asked, "--json", "-").out)
+    assert not undocumented(document, "plan.md")
+    linear = ModelConfig.load(tmp_path).linear
+    assert linear and document["host_bytes"]["kept_states"] == KEPT * linear.state_bytes(torch.float32)
+    assert document["per_gpu_bytes"]["states"] > 2 * linear.state_bytes(torch.float32)

@@ -162,7 +162,7 @@ def _load_expanded(directory: Path, config: ModelConfig, job: Job) -> Any:
     of_layers = [
         (layer_prefix(layer), one)
         for layer in range(config.num_layers)
-        for matrix in matrices.of_layer
+        for matrix in matrices.of_layer(layer)
         for one in matrix.projections
     ]
     ends = [("", one) for matrix in (matrices.embedding, matrices.head) if matrix for one in matrix.projections]
