@@ -26,6 +26,9 @@ from .selection import on_cpu, selected
 CHUNK = 64
 """Tokens that `delta_chunks` computes together; chunks begin at multiples of it."""
 
+_COMPILED_ROWS = 64
+"""Tokens that the compiled kernel is given at a time."""
+
 _LEAST_SQUARES = 1e-6
 """Added to the sum of squares that queries and keys are divided by the root of."""
 
@@ -125,7 +128,7 @@ def delta_steps(
 
 def delta_chunks(inputs: Tensor, gates: Tensor, weights: DeltaWeights, state: Tensor, start: int) -> Tensor:
     """Many tokens from position `start` on; whole chunks by matrix products, what is before and behind them row after
-    row.
+    row. So are all of them where the compiled kernel takes them, which is faster than products of so small matrices.
 
     Args:
         inputs, gates: as of `delta_steps`.
@@ -137,8 +140,11 @@ def delta_chunks(inputs: Tensor, gates: Tensor, weights: DeltaWeights, state: Te
     n, past = gates.shape[0], weights.past
     first = min(n, -start % CHUNK)
     whole = (n - first) // CHUNK * CHUNK
+    pieces = [(0, first, False), (first, first + whole, True), (first + whole, n, False)]
+    if compiled_delta(inputs):  # some at a time, which stay in the cache
+        pieces = [(begin, min(begin + _COMPILED_ROWS, n), False) for begin in range(0, n, _COMPILED_ROWS)]
     parts = []
-    for begin, stop, chunked in ((0, first, False), (first, first + whole, True), (first + whole, n, False)):
+    for begin, stop, chunked in pieces:
         if begin == stop:
             continue
         rows, of_gates = inputs[begin : stop + past], gates[begin:stop]

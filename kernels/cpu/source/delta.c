@@ -69,39 +69,53 @@ DELTA void to_unit(float *x, int64_t size, float scale)
         vec_store(x + i, vec_mul(vec_load(x + i), by));
 }
 
-/* One row of a head: `state` `[key_dim][value_dim]` fades by `fade`, and takes `beta (v - S'k)` at the key; `out` is S'q. */
-DELTA void one_row(float *state, const float *q, const float *k, const float *v, float fade, float beta, int64_t key_dim,
-                   int64_t value_dim, float *there, float *out)
+/* Some columns of a head's state in one row, `count` vectors of them (a constant): the columns fade by `fade`, and take
+ * `beta (v - S'k)` at the key; `out` is S'q. Several vectors at once, so that sums do not wait for one another. */
+VEC void some_columns(float *state, int64_t stride, const float *q, const float *k, const float *v, float fade, float beta,
+                      int64_t key_dim, float *out, int count)
 {
-    const __m256 fades = vec_all(fade);
-    for (int64_t j = 0; j < value_dim; j += LANES) {
-        __m256 sum = vec_zero();
-        for (int64_t i = 0; i < key_dim; i++)
-            sum = vec_fma(vec_all(k[i]), vec_load(state + i * value_dim + j), sum);
-        const __m256 old = vec_mul(fades, sum);
-        vec_store(there + j, vec_mul(vec_all(beta), vec_sub(vec_load(v + j), old)));
+    const __m256 fades = vec_all(fade), betas = vec_all(beta);
+    __m256 change[4], sum[4];
+    for (int c = 0; c < count; c++)
+        sum[c] = vec_zero();
+    for (int64_t i = 0; i < key_dim; i++)
+        for (int c = 0; c < count; c++)
+            sum[c] = vec_fma(vec_all(k[i]), vec_load(state + i * stride + c * LANES), sum[c]);
+    for (int c = 0; c < count; c++) {
+        change[c] = vec_mul(betas, vec_sub(vec_load(v + c * LANES), vec_mul(fades, sum[c])));
+        sum[c] = vec_zero();
     }
-    for (int64_t j = 0; j < value_dim; j += LANES) {
-        const __m256 change = vec_load(there + j);
-        __m256 sum = vec_zero();
-        for (int64_t i = 0; i < key_dim; i++) {
-            float *at = state + i * value_dim + j;
-            const __m256 now = vec_fma(vec_all(k[i]), change, vec_mul(fades, vec_load(at)));
+    for (int64_t i = 0; i < key_dim; i++) {
+        const __m256 key = vec_all(k[i]), query = vec_all(q[i]);
+        for (int c = 0; c < count; c++) {
+            float *at = state + i * stride + c * LANES;
+            const __m256 now = vec_fma(key, change[c], vec_mul(fades, vec_load(at)));
             vec_store(at, now);
-            sum = vec_fma(vec_all(q[i]), now, sum);
+            sum[c] = vec_fma(query, now, sum[c]);
         }
-        vec_store(out + j, sum);
     }
+    for (int c = 0; c < count; c++)
+        vec_store(out + c * LANES, sum[c]);
+}
+
+/* One row of a head, whose state is `[key_dim][value_dim]`. */
+DELTA void one_row(float *state, const float *q, const float *k, const float *v, float fade, float beta, int64_t key_dim,
+                   int64_t value_dim, float *out)
+{
+    int64_t j = 0;
+    for (; j + 4 * LANES <= value_dim; j += 4 * LANES)
+        some_columns(state + j, value_dim, q, k, v + j, fade, beta, key_dim, out + j, 4);
+    for (; j < value_dim; j += LANES)
+        some_columns(state + j, value_dim, q, k, v + j, fade, beta, key_dim, out + j, 1);
 }
 
 /* All rows of a value head. */
-DELTA void one_head(const Delta *d, int64_t head, const float *rows, float *state, float *there)
+DELTA void one_head(const Delta *d, int64_t head, const float *rows, float *state, float *out)
 {
     const int64_t size = d->key_dim * d->value_dim, keys = d->key_heads * d->key_dim;
     const int64_t key_head = head / (d->value_heads / d->key_heads);
     const int is_bf16 = (int)d->is_bf16;
     const float decay = ((const float *)d->decay)[head], bias = ((const float *)d->bias)[head];
-    float *out = there + d->value_dim;
     memcpy(state, (const float *)d->state + head * size, (size_t)size * sizeof *state);
     for (int64_t row = 0; row <= d->n; row++) {
         for (int i = 0; i < 2; i++)
@@ -116,7 +130,7 @@ DELTA void one_head(const Delta *d, int64_t head, const float *rows, float *stat
         const float beta = rounded_one(1.0f / (1.0f + expf(-b)), is_bf16);
         const float softplus = a > 20.0f ? a : log1pf(expf(a));
         one_row(state, at + key_head * d->key_dim, at + keys + key_head * d->key_dim, at + 2 * keys + head * d->value_dim,
-                expf(decay * softplus), beta, d->key_dim, d->value_dim, there, out);
+                expf(decay * softplus), beta, d->key_dim, d->value_dim, out);
         const int64_t wanted = row - (d->n - d->wanted);
         for (int64_t j = 0; wanted >= 0 && j < d->value_dim; j++) {
             const int64_t place = (wanted * d->value_heads + head) * d->value_dim + j;
@@ -135,7 +149,7 @@ DELTA int all_rows(const Delta *d, float *rows)
     int failed = 0;
 #pragma omp parallel num_threads(triforce_threads(d->threads)) reduction(| : failed)
     {
-        float *state = aligned_alloc(64, (size_t)((d->key_dim + 2) * d->value_dim + 15) / 16 * 64);
+        float *state = aligned_alloc(64, (size_t)((d->key_dim + 1) * d->value_dim + 15) / 16 * 64);
         failed = !state;
 #pragma omp for schedule(static)
         for (int64_t set = 0; set < sets; set++)
