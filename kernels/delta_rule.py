@@ -26,8 +26,11 @@ from .selection import on_cpu, selected
 CHUNK = 64
 """Tokens that `delta_chunks` computes together; chunks begin at multiples of it."""
 
-_COMPILED_ROWS = 64
-"""Tokens that the compiled kernel is given at a time."""
+TOGETHER = 512
+"""Tokens whose chunks are computed at a time, which bounds the memory that takes."""
+
+COMPILED_ROWS = 64
+"""Tokens that the compiled kernel is given at a time, in a prefill: they stay in the cache."""
 
 _LEAST_SQUARES = 1e-6
 """Added to the sum of squares that queries and keys are divided by the root of."""
@@ -138,22 +141,29 @@ def delta_chunks(inputs: Tensor, gates: Tensor, weights: DeltaWeights, state: Te
         `[n, value_heads, value_dim]` in the dtype of `inputs`.
     """
     n, past = gates.shape[0], weights.past
-    first = min(n, -start % CHUNK)
-    whole = (n - first) // CHUNK * CHUNK
-    pieces = [(0, first, False), (first, first + whole, True), (first + whole, n, False)]
-    if compiled_delta(inputs):  # some at a time, which stay in the cache
-        pieces = [(begin, min(begin + _COMPILED_ROWS, n), False) for begin in range(0, n, _COMPILED_ROWS)]
-    parts = []
-    for begin, stop, chunked in pieces:
-        if begin == stop:
-            continue
+    begin, parts = 0, []
+    while begin < n:
+        stop, chunked = begin + COMPILED_ROWS, False
+        if not compiled_delta(inputs):
+            stop, chunked = _next_piece(start + begin, start + n)
+            stop -= start
+        stop = min(stop, n)
         rows, of_gates = inputs[begin : stop + past], gates[begin:stop]
         if chunked:
             parts.append(_chunks(_rows(rows, of_gates, weights), state).transpose(0, 1).to(inputs.dtype))
         else:
             kind = {"wanted": stop - begin, "saved": [(stop - begin, state)]}
             parts.append(delta_steps(rows, of_gates, weights, state, **kind))
+        begin = stop
     return torch.cat(parts)
+
+
+def _next_piece(begin: int, stop: int) -> tuple[int, bool]:
+    """Where what is computed next ends, of the tokens at positions from `begin` to `stop`; and whether as chunks."""
+    if begin % CHUNK:
+        return min(stop, begin + -begin % CHUNK), False
+    whole = (min(stop, (begin // TOGETHER + 1) * TOGETHER) - begin) // CHUNK * CHUNK
+    return (begin + whole, True) if whole else (stop, False)
 
 
 def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:

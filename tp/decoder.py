@@ -484,7 +484,7 @@ def _read_layer(
     of_linear = config.linear.layers if config.linear else ()
     before = sum(layer < index for layer in of_linear)
     if index in of_linear:
-        assert matrices.linear and part.linear
+        assert config.linear and matrices.linear and part.linear
         attention: _Attention | _LinearAttention = _LinearAttention(
             inputs=weight(matrices.linear[0]),
             delta=_read_delta(config.linear, part.linear, first_key_head, read),

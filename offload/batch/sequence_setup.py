@@ -287,7 +287,7 @@ class SequenceSetup:
         rows = max(plan.mass_rows, self.tiers[0].control.longest_draft + 1) if speculates else 0
         full.keep_mass(rows=rows)
         if full.states:
-            full.states.keep_rows(plan.state_rows)
+            full.states.keep_rows(max(plan.state_rows, rows))
         refresh = streaming = None
         passes = {"verify": self._passes("verify", models.target, full)}
         if speculates:

@@ -81,10 +81,10 @@ class _Rows:
         """Has tokens from `start` on, behind those from `first` on that are there already. Those that there is no room
         for are not kept."""
         if first != self.first:
-            kept = [x.clone() for x in self.between(first, start)] if self.has(first, start) else None
+            kept = tuple(x.clone() for x in self.between(first, start)) if self.has(first, start) else ()
             self.first = self.stop = first
             if kept:
-                self.put(first, *kept, first)
+                self.put(first, kept[0], kept[1], first)
         stop = start + inputs.shape[0]
         if not first <= start <= self.stop or self.first + len(self.inputs) < stop:
             self.first = self.stop = stop
@@ -237,7 +237,8 @@ class States:
         origin, theirs = self._source._origin_of_draft(layer, behind)
         if not rows.has(behind, start):  # more than there is room for: a draft may be anything
             return origin, theirs
-        return origin, tuple(torch.cat(both) for both in zip(theirs, rows.between(behind, start), strict=True))
+        ours = rows.between(behind, start)
+        return origin, (torch.cat((theirs[0], ours[0])), torch.cat((theirs[1], ours[1])))
 
     def _origin_of_draft(self, layer: int, start: int) -> tuple[_State, tuple[Tensor, Tensor]]:
         """`_origin` for a drafting tier, which has other states where those are gone that it should begin with."""

@@ -12,6 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from ...kernels.delta_rule import DeltaWeights
 from ...tp.decoder import Cache, Decoder
 from ...tp.model.config import ModelConfig
 from ...tp.rope import rope_bytes
@@ -200,6 +201,9 @@ class _BetweenPieces:
         buffers.v[:n].transpose(0, 1).copy_(v)
         self._cut()
         return buffers.out[:n].transpose(0, 1)
+
+    def advance_states(self, layer: int, inputs: Tensor, gates: Tensor, weights: DeltaWeights) -> Tensor:
+        raise NotImplementedError("passes with states are not captured")
 
     def rollback(self, length: int) -> None:
         raise NotImplementedError("nothing is kept")

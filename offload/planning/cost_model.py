@@ -177,6 +177,11 @@ class Estimate:
     """Of all sequences together."""
 
 
+STATES_MOVED = 3
+"""Of layers with linear attention, the states that a pass reads or writes: the one it begins with, the one behind the
+tokens that stay, and the one behind its own."""
+
+
 def pass_work(request: RunRequest, rows: float, kv_tokens: float, kv_read: float | None = None) -> tuple[float, float]:
     """Bytes read and operations multiplied on each rank by one pass of the target over `rows` rows that see `kv_tokens`
     tokens of keys and values each; in all `kv_read` tokens of them are read, which is as many unless it is given."""
@@ -186,6 +191,8 @@ def pass_work(request: RunRequest, rows: float, kv_tokens: float, kv_read: float
     sequences = read_tokens / kv_tokens if kv_tokens else 1
     read = matrices.bytes_of_a_pass(request.dtype, rows)
     read += read_tokens * request.token_bytes + sequences * seen * request.layer_token_bytes
+    if part.linear:  # what a pass begins with, and writes for the next ones
+        read += sequences * STATES_MOVED * part.linear.state_bytes(request.dtype)
     attended = kv_tokens * part.full_layers.num_layers + seen
     return read, 2 * rows * matrices.numbers_of_a_row + 4 * rows * attended * part.num_heads * part.head_dim
 

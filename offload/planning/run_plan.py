@@ -14,6 +14,7 @@ from functools import partial
 
 import torch
 
+from ...kernels.delta_rule import CHUNK, TOGETHER
 from ...kernels.plain_attention import scratch_bytes
 from ...kernels.selection import KEYS_PER_SPLIT, MOST_PARTS, STEP_ROWS, TILE_ROWS
 from ...tp.errors import CapacityError
@@ -589,7 +590,17 @@ def _activation_bytes(request: RunRequest, tokens: int) -> int:
     expanded = request.matrices.expansion_bytes(request.dtype, is_step=False)
     rows = min(max(rows, STEP_ROWS), tokens)
     inside = rows * _row_bytes(request, request.part) + _window_workspace(request, rows)
+    inside += _chunks_bytes(request.part.linear, rows)
     return _hidden_bytes(request, tokens) + inside + expanded
+
+
+def _chunks_bytes(linear: LinearAttention | None, rows: int) -> int:
+    """In float32 what chunks of linear attention are computed with: what the convolution gives; of each value head
+    keys, queries and values, as they are and as they fade, products within chunks, and results."""
+    if linear is None:
+        return 0
+    of_head = 4 * linear.key_dim + 5 * linear.value_dim + 4 * CHUNK
+    return min(rows, TOGETHER) * 4 * (4 * linear.channels + linear.value_heads * of_head)
 
 
 def _window_workspace(request: RunRequest, rows: int) -> int:
@@ -638,10 +649,8 @@ def _row_bytes(request: RunRequest, part: ModelConfig) -> int:
     if part.experts and part.experts.shared_width:
         mlp += (3 * part.experts.shared_width + 2 * part.hidden_size) * item
     linear = part.linear
-    if linear:  # its inputs, twice; in float32 what the convolution gives, keys and queries of value heads, and results
-        inputs = 2 * linear.channels + 3 * linear.values + 4 * linear.value_heads
-        heads_wide = 2 * linear.value_heads * (5 * linear.key_dim + 3 * linear.value_dim + 64)
-        mlp = max(mlp, inputs * item + 4 * (2 * linear.channels + heads_wide))
+    if linear:  # its inputs, in several orders, and results with their gates
+        mlp = max(mlp, (4 * linear.channels + 6 * linear.values + 6 * linear.value_heads) * item + 8 * linear.values)
     gates = part.num_heads * part.output_gate
     heads, results = (
         2 * part.num_heads + 2 * gates + 2 * part.num_kv_heads,

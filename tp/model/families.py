@@ -153,20 +153,21 @@ _HYBRID = Family(
 )
 """Qwen3.5."""
 
+_SHARED_EXPERTS = ExpertNames(
+    count=("num_experts", "num_local_experts"),
+    width="moe_intermediate_size",
+    router="mlp.gate",
+    gate="mlp.experts.{}.gate_proj",
+    up="mlp.experts.{}.up_proj",
+    down="mlp.experts.{}.down_proj",
+    shared="mlp.shared_expert",
+)
+
 _HYBRID_MOE = replace(
     _HYBRID,
-    experts=ExpertNames(
-        count=("num_experts", "num_local_experts"),
-        width="moe_intermediate_size",
-        router="mlp.gate",
-        gate="mlp.experts.{}.gate_proj",
-        up="mlp.experts.{}.up_proj",
-        down="mlp.experts.{}.down_proj",
-        normalised=True,
-        shared="mlp.shared_expert",
-    ),
-    defaults=_HYBRID.defaults
-    | {
+    experts=replace(_SHARED_EXPERTS, normalised=True),
+    defaults={
+        **_HYBRID.defaults,
         "hidden_size": 2048,
         "num_hidden_layers": 40,
         "num_key_value_heads": 2,
@@ -179,11 +180,11 @@ _HYBRID_MOE = replace(
 
 _QWEN3_NEXT = replace(
     _HYBRID_MOE,
-    experts=replace(_HYBRID_MOE.experts, normalised=None),
+    experts=_SHARED_EXPERTS,
     linear=LinearNames(("linear_attn.in_proj_qkvz", "linear_attn.in_proj_ba")),
     wrapped=False,
-    defaults=_HYBRID_MOE.defaults
-    | {
+    defaults={
+        **_HYBRID_MOE.defaults,
         "vocab_size": 151936,
         "num_hidden_layers": 48,
         "num_experts": 512,

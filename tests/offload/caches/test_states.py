@@ -1,6 +1,7 @@
 """States of layers with linear attention: texts stay those of transformers, whatever is taken back or shared."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -131,6 +132,7 @@ def test_states_are_planned_and_held(hybrid):
     plan = make_plan(request)
     states = States.of(target, torch.float32, CPU, rows=plan.state_rows)
     linear = target.linear
+    assert states and linear
     of_layer = 4 * (4 * linear.key_dim * linear.value_dim // 2 + 3 * linear.channels)
     assert linear.state_bytes(torch.float32) == 2 * of_layer
     assert plan.states == sum(tensor.nbytes for tensor in states.tensors())
@@ -168,8 +170,8 @@ def test_every_outcome_adds_up_to_the_target_distribution(tmp_path, draft):
     model = save_family(tmp_path / "target", "qwen3.5", seed=1, **(shape | {"linear_value_head_dim": 8}))
     of_draft = shape | {"linear_value_head_dim": 8} if draft == "qwen3.5" else SHAPE
     save_family(tmp_path / "draft", draft, seed=2, **of_draft)
-    lengths = {"draft_length": 1, "block_length": 2, "budget": 16, "chunk_size": 4}
-    asked = Engine.load(tmp_path / "target", tmp_path / "draft", device="cpu", dtype="float32", **lengths)
+    given: dict[str, Any] = {"draft_length": 1, "block_length": 2, "budget": 16, "chunk_size": 4, "dtype": "float32"}
+    asked = Engine.load(tmp_path / "target", tmp_path / "draft", device="cpu", **given)
     got, rejections, left_out = exact_probabilities(asked, TWO_TOKENS, 0.0)
     assert rejections["draft"] > 0.3 and left_out < 1e-5, rejections
     for tokens, probability in enumerate_joint(model, TWO_TOKENS).items():

@@ -20,7 +20,7 @@ class Breaking:
     def __init__(self, full: FullCache, blocks: int) -> None:
         self._full, self._left = full, blocks
         full.hand_blocks_to(self._collector)
-        self.prepare, self.rollback = full.prepare, full.rollback
+        self.prepare, self.rollback, self.advance_states = full.prepare, full.rollback, full.advance_states
 
     @property
     def length(self) -> int:
