@@ -580,22 +580,24 @@ def _linear_matrices(linear: LinearAttention, hidden: int, split: Split) -> tupl
         """Of a projection, what some heads have, each of them `width` wide and the first one at `first`."""
         return Projection(name, outputs, hidden, slice(first + heads.start * width, first + heads.stop * width))
 
-    if linear.names.by_key_head:
-        widths = 2 * linear.key_dim + 2 * together * linear.value_dim, 2 * together
-        both = zip(names, widths, strict=True)
-        inputs = tuple(part(name, linear.key_heads * width, width, heads) for name, width in both)
+    def by_key_head(name: str, width: int) -> Projection:
+        return part(name, linear.key_heads * width, width, heads)
+
+    if linear.names.joint_gate:
+        inputs = [by_key_head(names[0], 2 * linear.key_dim + 2 * together * linear.value_dim)]
     else:
-        qkv, z, b, a = names
+        qkv, z, *_ = names
         keys = [part(qkv, linear.channels, linear.key_dim, heads, first) for first in (0, linear.keys)]
         of_values = part(qkv, linear.channels, linear.value_dim, values, 2 * linear.keys)
         whole = heads == slice(0, linear.key_heads)
-        inputs = (
-            *((Projection(qkv, linear.channels, hidden),) if whole else (*keys, of_values)),
-            part(z, linear.values, linear.value_dim, values),
-            *(part(name, linear.value_heads, 1, values) for name in (b, a)),
-        )
+        inputs = [Projection(qkv, linear.channels, hidden)] if whole else [*keys, of_values]
+        inputs.append(part(z, linear.values, linear.value_dim, values))
+    if linear.names.joint_decay:
+        inputs.append(by_key_head(names[-1], 2 * together))
+    else:
+        inputs += [part(name, linear.value_heads, 1, values) for name in names[-2:]]
     columns = slice(values.start * linear.value_dim, values.stop * linear.value_dim)
-    return Matrix(inputs), Matrix((Projection("linear_attn.out_proj", hidden, linear.values, columns=columns),))
+    return Matrix(tuple(inputs)), Matrix((Projection("linear_attn.out_proj", hidden, linear.values, columns=columns),))
 
 
 def _linear_vectors(linear: LinearAttention | None) -> tuple[int, int]:

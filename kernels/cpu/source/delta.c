@@ -98,7 +98,7 @@ DELTA void one_row(float *state, const float *q, const float *k, const float *v,
 DELTA void one_head(const Delta *d, int64_t head, const float *rows, float *state, float *there)
 {
     const int64_t size = d->key_dim * d->value_dim, keys = d->key_heads * d->key_dim;
-    const int64_t key_head = head / (d->value_heads / d->key_heads);
+    const int64_t key_head = d->tiled ? head % d->key_heads : head / (d->value_heads / d->key_heads);
     const int is_bf16 = (int)d->is_bf16;
     const float decay = ((const float *)d->decay)[head], bias = ((const float *)d->bias)[head];
     float *out = there + d->value_dim;
