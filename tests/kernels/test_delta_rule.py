@@ -93,6 +93,20 @@ def test_steps_are_those_of_transformers(layers, dtype):
 
 @implementations
 @dtypes
+def test_numbers_as_large_as_those_of_outliers(layers, dtype):
+    """Of which the activation leaves 0, or all."""
+    inputs, gates, weights, state = given(13, dtype)
+    inputs = inputs * 300
+    want, behind = by_transformers(inputs, gates, weights, state)
+    with use_kernels(layers=layers):
+        got = delta_steps(inputs, gates, weights, state, wanted=13, saved=[(13, state)])
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+    assert (got - want).abs().max() < tolerance * want.abs().max()
+    assert (state - behind).abs().max() < tolerance * behind.abs().max()
+
+
+@implementations
+@dtypes
 def test_bits_do_not_depend_on_how_many_rows_pass_together(layers, dtype):
     inputs, gates, weights, state = given(13, dtype)
     middle, end, alone = torch.empty_like(state), torch.empty_like(state), state.clone()

@@ -40,7 +40,8 @@ INLINE float rounded_one(float x, int is_bf16)
 
 VEC __m256 silu(__m256 x)
 {
-    const __m256 e = vec_exp2(vec_mul(x, vec_all(-1.44269504f)));
+    /* vec_exp2 is not for what 2 to the power of overflows; what is so far below 0 becomes 0 as well by less. */
+    const __m256 e = vec_exp2(_mm256_min_ps(vec_all(126.0f), vec_mul(x, vec_all(-1.44269504f))));
     return _mm256_div_ps(x, vec_add(vec_all(1.0f), e));
 }
 
