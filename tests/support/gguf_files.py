@@ -330,10 +330,9 @@ def _add_experts(
     if form == Form.F32:
         writer.add_tensor(gguf_part, np.ascontiguousarray(tensor.numpy()))
         return tensor
-    experts, outputs, inputs = tensor.shape
-    blocks = random_blocks(form.name, experts * outputs, inputs, int(rng.integers(2**31)))
-    writer.add_tensor(gguf_part, blocks.numpy().reshape(experts, outputs, -1), raw_dtype=form)
-    return numbers_of(blocks, form.name).view(tensor.shape)
+    stored, numbers = _in_form(tensor.flatten(0, 1), form, rng)
+    writer.add_tensor(gguf_part, stored.reshape(*tensor.shape[:2], -1), raw_dtype=form)
+    return torch.from_numpy(numbers).view(tensor.shape)
 
 
 def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
