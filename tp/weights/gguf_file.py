@@ -95,7 +95,9 @@ _PLAIN = torch.empty(0).numpy().dtype
 
 def _architecture(directory: Path, config: ModelConfig) -> str:
     raw: dict[str, Any] = json.loads((directory / "config.json").read_text(encoding="utf-8"))
-    name = next(name for name in raw["architectures"] if name in _ARCHITECTURES)
+    name = next((name for name in raw["architectures"] if name in _ARCHITECTURES), None)
+    if name is None:
+        raise ModelError(f"{config.name} is {raw['architectures'][0]}, which is not written for llama.cpp")
     if config.sliding_windows:
         raise ModelError(f"{config.name} has sliding windows, which llama.cpp does not read for {name}")
     return _ARCHITECTURES[name]
