@@ -512,12 +512,14 @@ def _read_layer(
 
 def _read_delta(whole: LinearAttention, part: LinearAttention, first: int, read: Callable[..., Tensor]) -> DeltaWeights:
     """What a rank computes states with, whose first key head is `first`."""
-    together = whole.value_heads // whole.key_heads
-    keys = slice(first * whole.key_dim, (first + part.key_heads) * whole.key_dim)
-    heads = slice(first * together, (first + part.key_heads) * together)
-    values = range(heads.start * whole.value_dim, heads.stop * whole.value_dim)
+    stop = first + part.key_heads
+    keys = slice(first * whole.key_dim, stop * whole.key_dim)
+    runs = whole.value_heads_of(slice(first, stop))
+    heads = torch.cat([torch.arange(run.start, run.stop) for run in runs])
     conv = read("linear_attn.conv1d.weight", whole.channels, 1, whole.kernel).squeeze(1)
-    parts = conv[keys], conv[whole.keys :][keys], conv[2 * whole.keys :][values.start : values.stop]
+    heads = heads.to(conv.device)
+    of_values = conv[2 * whole.keys :].unflatten(0, (whole.value_heads, -1))[heads].flatten(0, 1)
+    parts = conv[keys], conv[whole.keys :][keys], of_values
     bias = read("linear_attn.dt_bias", whole.value_heads)[heads].float()
     if whole.plain_decay:
         decay = read("linear_attn.A_log", whole.value_heads, dtype=torch.float32)[heads]

@@ -1,6 +1,7 @@
 """GGUF files of models with linear attention: texts are transformers' with the file's numbers; the configuration is the
 checkpoint's; what is not read is refused in one line."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from gguf_files import HYBRIDS, save_gguf  # noqa: E402
 from triforce.offload import Engine, Sampling  # noqa: E402
 from triforce.offload.caches.full import FullCache  # noqa: E402
 from triforce.tp.decoder import Decoder  # noqa: E402
-from triforce.tp.errors import ModelError, UsageError  # noqa: E402
+from triforce.tp.errors import ModelError  # noqa: E402
 from triforce.tp.matrices import ModelMatrices  # noqa: E402
 from triforce.tp.model.config import ModelConfig  # noqa: E402
 from triforce.tp.weights.registry import find_model  # noqa: E402
@@ -127,26 +128,28 @@ def test_keys_that_are_not_read_are_named(tmp_path, key, value, message):
         find_model(tmp_path / "m.gguf")
 
 
-def test_several_ranks_of_tiled_heads_are_refused(tmp_path):
-    from triforce.tp.parallel.ranks import Ranks
-    from triforce.tp.parallel.split import Split
-
+def test_value_heads_of_key_heads_are_runs_of_neighbours(tmp_path):
     save_gguf(tmp_path / "m", "qwen3.5", mixed)
-    config = ModelConfig.load(find_model(tmp_path / "m.gguf"))
-    with pytest.raises(UsageError, match=r"that have a key head together are apart, .*; --gpus may be 1, or take"):
-        Split.of(config, Ranks(0, 2, 2))
-    save_gguf(tmp_path / "n", "qwen3.5", mixed, linear_num_value_heads=2)
-    Split.of(ModelConfig.load(find_model(tmp_path / "n.gguf")), Ranks(0, 2, 2))
+    linear = ModelConfig.load(find_model(tmp_path / "m.gguf")).linear
+    assert linear and linear.tiled
+    assert linear.value_heads_of(slice(1, 2)) == (slice(1, 2), slice(3, 4), slice(5, 6))
+    assert linear.value_heads_of(slice(0, 2)) == (slice(0, 6),)
+    assert replace(linear, tiled=False).value_heads_of(slice(1, 2)) == (slice(3, 6),)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("family", "changes"),
-    [("qwen3-next", {}), ("qwen3-next", WHOLE), ("qwen3.5", {"linear_num_value_heads": 2})],
-    ids=["qwen3-next", "qwen3-next-whole", "qwen3.5"],
+    ("family", "form", "changes"),
+    [
+        ("qwen3.5", Form.Q8_0, {}),
+        pytest.param("qwen3.5", Form.Q4_K, {"linear_value_head_dim": 256}, marks=pytest.mark.slow),
+        pytest.param("qwen3.5-moe", Form.F32, {}, marks=pytest.mark.slow),
+        pytest.param("qwen3.5-moe", Form.Q4_1, {}, marks=pytest.mark.slow),
+        pytest.param("qwen3-next", Form.Q8_0, {}, marks=pytest.mark.slow),
+        pytest.param("qwen3-next", Form.Q8_0, WHOLE, marks=pytest.mark.slow),
+    ],
 )
-def test_two_ranks(tmp_path, family, changes):
-    model = save_gguf(tmp_path / "target", family, lambda name: Form.Q8_0, head_dim=128, **changes)
+def test_two_ranks(tmp_path, family, form, changes):
+    model = save_gguf(tmp_path / "target", family, lambda name: form, head_dim=128, **changes)
     job: dict[str, Any] = {"model": str(find_model(tmp_path / "target.gguf")), "draft": None, "device": "cpu"}
     job |= {"dtype": "float32", "prompt": PROMPT, "new_tokens": 20, "settings": {"tiers": 2, "budget": 64}}
     (reports,) = run_jobs([job], 2)

@@ -76,6 +76,13 @@ class LinearAttention:
                 f"a multiple, {self.key_dim} and {self.value_dim} wide, and a convolution over {self.kernel} tokens"
             )
 
+    def value_heads_of(self, key_heads: slice) -> tuple[slice, ...]:
+        """Those that have some neighbouring key heads, as runs of neighbours, in the order of the file."""
+        together, first, stop = self.value_heads // self.key_heads, key_heads.start, key_heads.stop
+        if not self.tiled or stop - first == self.key_heads:
+            return (slice(first * together, stop * together),)
+        return tuple(slice(i * self.key_heads + first, i * self.key_heads + stop) for i in range(together))
+
     @property
     def keys(self) -> int:
         """Width of all keys of a token, and of all queries."""

@@ -73,11 +73,6 @@ def check_split(config: ModelConfig, size: int) -> None:
     """
     if _divides(config, size):
         return
-    if size > 1 and config.linear and config.linear.tiled:
-        raise UsageError(
-            f"{config.name} is a GGUF file in which value heads of linear attention that have a key head together are "
-            f"apart, which {size} ranks cannot share; --gpus may be 1, or take the model's safetensors"
-        )
     works = [n for n in range(1, config.num_heads + 1) if _divides(config, n)]
     of_states = f", {config.linear.key_heads} of linear attention" if config.linear else ""
     raise UsageError(
@@ -88,7 +83,7 @@ def check_split(config: ModelConfig, size: int) -> None:
 
 def _divides(config: ModelConfig, size: int) -> bool:
     heads, kv_heads = config.num_heads, config.num_kv_heads
-    if config.linear and (config.linear.key_heads % size or (size > 1 and config.linear.tiled)):
+    if config.linear and config.linear.key_heads % size:
         return False
     return heads % size == 0 and (kv_heads % size == 0 or size % kv_heads == 0)
 
