@@ -109,6 +109,7 @@ def save_gguf(
     keys: Mapping[str, Any] | None = None,
     rope_freqs: bool = False,
     whole_inputs: bool = False,
+    fused_experts: bool = False,
     predicting: bool = False,
     **changes: Any,
 ) -> PreTrainedModel:
@@ -120,6 +121,7 @@ def save_gguf(
         keys: further ones, or others.
         rope_freqs: whether the scaling of RoPE is written as divisors of its frequencies.
         whole_inputs: whether Qwen3-Next's projections are whole, as in files before 2026.
+        fused_experts: whether gate and up projections of a layer's experts are in one tensor.
         predicting: whether a block that predicts a further token is behind the layers (MTP).
         changes: of the configuration.
     """
@@ -188,7 +190,7 @@ def save_gguf(
         if tensor.dim() == 3:
             numbers = [
                 _add_experts(writer, name, part, projections, form, rng)
-                for part, projections in _of_experts(name, tensor)
+                for part, projections in _of_experts(name, tensor, fused=fused_experts)
             ]
             model.get_parameter(name).data = torch.cat(numbers, dim=1)
             continue
@@ -315,10 +317,12 @@ def _add_windows(writer: gguf.GGUFWriter, config: Any) -> None:
         writer.add_sliding_window(config.sliding_window)
 
 
-def _of_experts(name: str, tensor: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
+def _of_experts(name: str, tensor: torch.Tensor, *, fused: bool) -> list[tuple[str, torch.Tensor]]:
     """GGUF's parts of what transformers has in a tensor `[experts, outputs, inputs]`."""
     if name.endswith("down_proj"):
         return [("ffn_down_exps", tensor)]
+    if fused:
+        return [("ffn_gate_up_exps", tensor)]
     return list(zip(("ffn_gate_exps", "ffn_up_exps"), tensor.chunk(2, dim=1), strict=True))
 
 

@@ -43,7 +43,7 @@ def mixed(name: str) -> Form:
     [
         ("qwen3.5", mixed, {}),
         ("qwen3.5", Form.F32, {"linear_num_value_heads": 2}),
-        ("qwen3.5-moe", Form.Q8_0, {"predicting": True}),
+        ("qwen3.5-moe", Form.Q8_0, {"predicting": True, "fused_experts": True}),
         ("qwen3-next", Form.F32, {}),
         pytest.param("qwen3-next", Form.F32, WHOLE, marks=pytest.mark.slow),
         pytest.param("qwen3-next", mixed, {}, marks=pytest.mark.slow),

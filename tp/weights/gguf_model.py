@@ -99,8 +99,13 @@ _MODEL_TYPES = {
 }
 """Of `config.json`, where they are not GGUF's architectures."""
 
-EXPERT_NAMES = {"ffn_gate_exps": "gate", "ffn_up_exps": "up", "ffn_down_exps": "down"}
-"""Tensors `[experts, outputs, inputs]`, and what `ExpertNames` calls the projections."""
+EXPERT_NAMES = {
+    "ffn_gate_exps": ("gate",),
+    "ffn_up_exps": ("up",),
+    "ffn_gate_up_exps": ("gate", "up"),
+    "ffn_down_exps": ("down",),
+}
+"""Tensors `[experts, outputs, inputs]`, and what `ExpertNames` calls the projections in them, one after another."""
 
 _NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _END_TEXTS = {"<|end_of_text|>", "<|endoftext|>", "<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>"}
@@ -209,12 +214,13 @@ def _parts_of(tensor: GgufTensor, config: _Configuration, path: Path) -> Iterato
         yield f"model.layers.{int(vector[1])}.{LINEAR_VECTORS[vector[2]]}", tensor.offset, shape
         return
     if experts and layer and layer[2] in EXPERT_NAMES and end == "weight":
-        if len(shape) != 3 or shape[0] != experts.count:
+        names = [getattr(experts.names, part) for part in EXPERT_NAMES[layer[2]]]
+        if len(shape) != 3 or shape[0] != experts.count or shape[1] % len(names):
             raise ModelError(f"{path} has {tensor.name} of the shape {shape}; it is of {experts.count} experts")
-        name = getattr(experts.names, EXPERT_NAMES[layer[2]])
-        for expert in range(experts.count):
-            offset = tensor.offset + expert * form_bytes(tensor.form, shape[1:])
-            yield f"model.layers.{int(layer[1])}.{name.format(expert)}.weight", offset, shape[1:]
+        each = shape[1] // len(names), shape[2]
+        for i in range(experts.count * len(names)):
+            name = names[i % len(names)].format(i // len(names))
+            yield f"model.layers.{int(layer[1])}.{name}.weight", tensor.offset + i * form_bytes(tensor.form, each), each
         return
     name = f"model.layers.{int(layer[1])}.{config.layer_names.get(layer[2], '')}" if layer else _NAMES.get(stem, "")
     if experts and re.fullmatch(r"blk\.\d+\.ffn_(gate|up|down)\.\d+", stem):
