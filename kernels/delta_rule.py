@@ -48,6 +48,8 @@ class DeltaWeights:
     """`[value_heads]` float32."""
     key_heads: int
     key_dim: int
+    tiled: bool = False
+    """Whether value head `i` has the key head `i % key_heads`; else neighbouring value heads have one together."""
 
     @property
     def value_heads(self) -> int:
@@ -108,7 +110,7 @@ def delta_steps(
         from .triton.delta import delta_steps_triton  # only where there is a GPU
 
         heads = weights.key_heads, weights.value_heads
-        delta_steps_triton(inputs, gates, weights.tensors(), heads, state, out, saved)
+        delta_steps_triton(inputs, gates, weights.tensors(), heads, state, out, saved, tiled=weights.tiled)
         return out
     if _steps_compiled(inputs, gates, weights, state, out, saved):
         return out
@@ -192,7 +194,7 @@ def _steps_compiled(
         *(behind for behind, _ in places),
         *(gates.shape[0], out.shape[0], inputs.shape[1], weights.past + 1),
         *(weights.key_heads, weights.value_heads, weights.key_dim, weights.value_dim),
-        *(inputs.dtype == torch.bfloat16, threads()),
+        *(weights.tiled, inputs.dtype == torch.bfloat16, threads()),
     )
     kernels = loaded()
     assert kernels is not None
@@ -219,7 +221,11 @@ def _rows(inputs: Tensor, gates: Tensor, weights: DeltaWeights) -> _Rows:
     q, k, v = mixed.split((keys, keys, heads * weights.value_dim), dim=-1)
     q, k = (_unit(x.view(n, weights.key_heads, weights.key_dim)) for x in (q, k))
     together = heads // weights.key_heads
-    q, k = (x.transpose(0, 1).repeat_interleave(together, dim=0) for x in (q * weights.key_dim**-0.5, k))
+    q, k = (x.transpose(0, 1) for x in (q * weights.key_dim**-0.5, k))
+    if weights.tiled:
+        q, k = (x.repeat(together, 1, 1) for x in (q, k))
+    else:
+        q, k = (x.repeat_interleave(together, dim=0) for x in (q, k))
     beta, a = gates.chunk(2, dim=-1)
     g = weights.decay * F.softplus(a.float() + weights.decay_bias)
     return _Rows(q, k, v.view(n, heads, -1).transpose(0, 1), g.t(), beta.sigmoid().float().t())

@@ -394,15 +394,15 @@ class Decoder:
         linear, n = self.part.linear, inputs.shape[0]
         assert linear is not None
         values, gates = linear.value_heads * linear.value_dim, 2 * linear.value_heads
-        if linear.names.by_key_head:
-            keys, together = linear.key_heads, linear.value_heads // linear.key_heads
-            both, of_gates = inputs.split((linear.channels + values, gates), dim=1)
+        mixed, z, of_gates = inputs.split((linear.channels, values, gates), dim=1)
+        keys, together = linear.key_heads, linear.value_heads // linear.key_heads
+        if linear.names.joint_gate:
+            both = inputs[:, : linear.channels + values].view(n, keys, -1)
             sizes = linear.key_dim, linear.key_dim, *(together * linear.value_dim,) * 2
-            q, k, v, z = (x.reshape(n, -1) for x in both.view(n, keys, -1).split(sizes, dim=2))
+            q, k, v, z = (x.reshape(n, -1) for x in both.split(sizes, dim=2))
             mixed = torch.cat((q, k, v), dim=1)
+        if linear.names.joint_decay:
             of_gates = torch.cat([x.reshape(n, -1) for x in of_gates.view(n, keys, -1).chunk(2, dim=2)], dim=1)
-        else:
-            mixed, z, of_gates = inputs.split((linear.channels, values, gates), dim=1)
         out = cache.advance_states(place, mixed, of_gates, attention.delta)
         both = torch.stack((out, z.reshape(out.shape)), dim=1)
         eps = self.config.rms_norm_eps
@@ -470,8 +470,8 @@ def _read_layer(
 ) -> _Layer:
     """Args: `part` is this rank's of the model, whose linear attention begins with the key head `first_key_head`."""
 
-    def read(name: str, *shape: int) -> Tensor:
-        return checkpoint.read(f"{prefix}{name}", *shape)
+    def read(name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        return checkpoint.read(f"{prefix}{name}", *shape, dtype=dtype)
 
     def norm(name: str, width: int) -> Tensor:
         return _read_norm(config, checkpoint, f"{prefix}{name}", width)
@@ -512,15 +512,21 @@ def _read_layer(
 
 def _read_delta(whole: LinearAttention, part: LinearAttention, first: int, read: Callable[..., Tensor]) -> DeltaWeights:
     """What a rank computes states with, whose first key head is `first`."""
-    together = whole.value_heads // whole.key_heads
-    keys = slice(first * whole.key_dim, (first + part.key_heads) * whole.key_dim)
-    heads = slice(first * together, (first + part.key_heads) * together)
-    values = range(heads.start * whole.value_dim, heads.stop * whole.value_dim)
+    stop = first + part.key_heads
+    keys = slice(first * whole.key_dim, stop * whole.key_dim)
+    runs = whole.value_heads_of(slice(first, stop))
+    heads = torch.cat([torch.arange(run.start, run.stop) for run in runs])
     conv = read("linear_attn.conv1d.weight", whole.channels, 1, whole.kernel).squeeze(1)
-    parts = conv[keys], conv[whole.keys :][keys], conv[2 * whole.keys :][values.start : values.stop]
-    decay, bias = (read(f"linear_attn.{name}", whole.value_heads)[heads].float() for name in ("A_log", "dt_bias"))
+    heads = heads.to(conv.device)
+    of_values = conv[2 * whole.keys :].unflatten(0, (whole.value_heads, -1))[heads].flatten(0, 1)
+    parts = conv[keys], conv[whole.keys :][keys], of_values
+    bias = read("linear_attn.dt_bias", whole.value_heads)[heads].float()
+    if whole.plain_decay:
+        decay = read("linear_attn.A_log", whole.value_heads, dtype=torch.float32)[heads]
+    else:
+        decay = -read("linear_attn.A_log", whole.value_heads)[heads].float().exp()
     taps = torch.cat(parts).float().t().contiguous()
-    return DeltaWeights(taps, -decay.exp(), bias, part.key_heads, whole.key_dim)
+    return DeltaWeights(taps, decay, bias, part.key_heads, whole.key_dim, whole.tiled)
 
 
 def _read_norm(config: ModelConfig, checkpoint: Checkpoint, name: str, width: int) -> Tensor:

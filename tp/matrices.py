@@ -32,7 +32,7 @@ from .errors import ModelError
 from .model.config import ModelConfig
 from .model.families import Experts
 from .model.linear_attention import LinearAttention
-from .model.quantisation import Quantisation, StoredTensors, part_of
+from .model.quantisation import Quantisation, StoredTensors, joined_inputs, part_of
 from .parallel.ranks import ALONE
 from .parallel.split import Split
 
@@ -49,13 +49,14 @@ class Projection:
     inputs: int
     rows: slice | None = None
     """Of the outputs; `None`: all."""
-    columns: slice | None = None
-    """Of the inputs; `None`: all."""
+    columns: tuple[slice, ...] | None = None
+    """Of the inputs, which then follow one another; `None`: all."""
 
     @property
     def held(self) -> tuple[int, int]:
         """Outputs and inputs that the rank holds."""
-        return len(range(self.outputs)[self.rows or slice(None)]), len(range(self.inputs)[self.columns or slice(None)])
+        columns = self.columns or (slice(None),)
+        return len(range(self.outputs)[self.rows or slice(None)]), sum(len(range(self.inputs)[x]) for x in columns)
 
     def read(self, source: WeightSource, prefix: str, quantisation: Quantisation | None) -> Tensor | QuantisedMatrix:
         """See `Matrix.read`; without a bias."""
@@ -63,9 +64,11 @@ class Projection:
         if quantisation is None or not quantisation.covers(name):
             if quantisation is not None and any(source.has(f"{name}.{end}") for end in _ENDS):
                 raise ModelError(f"{name} is stored in few bits, which is not supported outside a model's layers")
-            return source.read(f"{name}.weight", self.outputs, self.inputs, rows=self.rows, columns=self.columns)
+            shape, columns = (self.outputs, self.inputs), self.columns or (None,)
+            parts = [source.read(f"{name}.weight", *shape, rows=self.rows, columns=some) for some in columns]
+            return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
         whole = quantisation.read(source, name, self.outputs, self.inputs)
-        return part_of(whole, self.rows, self.columns)
+        return joined_inputs([part_of(whole, self.rows, some) for some in self.columns or (None,)])
 
 
 @dataclass(frozen=True)
@@ -93,7 +96,9 @@ class Matrix:
         found = self.bias * self.shape[0] * dtype.itemsize
         for one in self.projections:
             if quantisation is not None and quantisation.covers(prefix + one.name):
-                found += quantisation.num_bytes(prefix + one.name, one.held[0], one.inputs, one.columns)
+                shape = one.held[0], one.inputs
+                columns = one.columns or (None,)
+                found += sum(quantisation.num_bytes(prefix + one.name, *shape, some) for some in columns)
             else:
                 found += prod(one.held) * dtype.itemsize
         return found
@@ -442,15 +447,15 @@ class ModelMatrices:
         if experts and experts.shared_width:
             name, width = experts.names.shared, experts.shared_width
             both = tuple(Projection(f"{name}.{one}_proj", width, hidden, split.shared) for one in ("gate", "up"))
-            down_shared = Projection(f"{name}.down_proj", hidden, width, columns=split.shared)
+            down_shared = Projection(f"{name}.down_proj", hidden, width, columns=(split.shared,))
             shared = Matrix(both), Matrix((down_shared,)), Matrix((Projection(f"{name}_gate", 1, hidden),))
         return cls(
             qkv=Matrix((asked, *of_keys), bias=config.qkv_bias),
-            o=Matrix((Projection("self_attn.o_proj", hidden, num_queries, columns=queries),)),
+            o=Matrix((Projection("self_attn.o_proj", hidden, num_queries, columns=(queries,)),)),
             linear=_linear_matrices(linear, hidden, split) if linear else None,
             linear_layers=frozenset(linear.layers if linear else ()),
             shared=shared,
-            mlp=(gate_up, Matrix((Projection(down, hidden, intermediate, columns=split.mlp),))),
+            mlp=(gate_up, Matrix((Projection(down, hidden, intermediate, columns=(split.mlp,)),))),
             router=Matrix((Projection(experts.names.router, experts.count, hidden),)) if experts else None,
             experts=experts,
             embedding=Matrix((Projection("model.embed_tokens", config.vocab_size, hidden),)),
@@ -572,29 +577,30 @@ class ModelMatrices:
 def _linear_matrices(linear: LinearAttention, hidden: int, split: Split) -> tuple[Matrix, Matrix]:
     """See `ModelMatrices.linear`. Outputs of a rank's heads follow one another, whichever projection they are of."""
     heads, names = split.key_heads, linear.names.inputs
-    together = linear.value_heads // linear.key_heads
-    values = slice(heads.start * together, heads.stop * together)
+    together, values = linear.value_heads // linear.key_heads, linear.value_heads_of(heads)
 
     def part(name: str, outputs: int, width: int, heads: slice, first: int = 0) -> Projection:
         """Of a projection, what some heads have, each of them `width` wide and the first one at `first`."""
         return Projection(name, outputs, hidden, slice(first + heads.start * width, first + heads.stop * width))
 
-    if linear.names.by_key_head:
-        widths = 2 * linear.key_dim + 2 * together * linear.value_dim, 2 * together
-        both = zip(names, widths, strict=True)
-        inputs = tuple(part(name, linear.key_heads * width, width, heads) for name, width in both)
+    def by_key_head(name: str, width: int) -> Projection:
+        return part(name, linear.key_heads * width, width, heads)
+
+    if linear.names.joint_gate:
+        inputs = [by_key_head(names[0], 2 * linear.key_dim + 2 * together * linear.value_dim)]
     else:
-        qkv, z, b, a = names
+        qkv, z, *_ = names
         keys = [part(qkv, linear.channels, linear.key_dim, heads, first) for first in (0, linear.keys)]
-        of_values = part(qkv, linear.channels, linear.value_dim, values, 2 * linear.keys)
+        of_values = [part(qkv, linear.channels, linear.value_dim, some, 2 * linear.keys) for some in values]
         whole = heads == slice(0, linear.key_heads)
-        inputs = (
-            *((Projection(qkv, linear.channels, hidden),) if whole else (*keys, of_values)),
-            part(z, linear.values, linear.value_dim, values),
-            *(part(name, linear.value_heads, 1, values) for name in (b, a)),
-        )
-    columns = slice(values.start * linear.value_dim, values.stop * linear.value_dim)
-    return Matrix(inputs), Matrix((Projection("linear_attn.out_proj", hidden, linear.values, columns=columns),))
+        inputs = [Projection(qkv, linear.channels, hidden)] if whole else [*keys, *of_values]
+        inputs += [part(z, linear.values, linear.value_dim, some) for some in values]
+    if linear.names.joint_decay:
+        inputs.append(by_key_head(names[-1], 2 * together))
+    else:
+        inputs += [part(name, linear.value_heads, 1, some) for name in names[-2:] for some in values]
+    columns = tuple(slice(some.start * linear.value_dim, some.stop * linear.value_dim) for some in values)
+    return Matrix(tuple(inputs)), Matrix((Projection("linear_attn.out_proj", hidden, linear.values, columns=columns),))
 
 
 def _linear_vectors(linear: LinearAttention | None) -> tuple[int, int]:

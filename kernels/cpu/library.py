@@ -13,7 +13,7 @@ from enum import IntEnum
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
-_ABI = 15
+_ABI = 16
 """`TRIFORCE_ABI` of cpu.h."""
 
 
@@ -89,7 +89,7 @@ class DeltaCall(ctypes.Structure):
             *("inputs", "gates", "conv", "decay", "bias", "state", "out"),
             *("saved_0", "saved_1", "saved_behind_0", "saved_behind_1"),
             *("n", "wanted", "channels", "kernel", "key_heads", "value_heads", "key_dim", "value_dim"),
-            *("is_bf16", "threads"),
+            *("tiled", "is_bf16", "threads"),
         )
     )
 

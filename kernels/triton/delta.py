@@ -30,6 +30,8 @@ def delta_steps_triton(
     state: Tensor,
     out: Tensor,
     saved: Sequence[tuple[int, Tensor]],
+    *,
+    tiled: bool,
 ) -> None:
     """`delta_rule.delta_steps` into `out`, whose rows are those that are wanted.
 
@@ -37,6 +39,7 @@ def delta_steps_triton(
         weights: taps `[kernel, channels]`, decay and its bias `[value_heads]`, all float32.
         heads: of keys, and of values.
         saved: two at most.
+        tiled: see `DeltaWeights`.
     """
     value_heads, key_dim, value_dim = state.shape
     (first, after_first), (second, after_second) = [*saved, (-1, state), (-1, state)][:2]
@@ -60,6 +63,7 @@ def delta_steps_triton(
         VALUE_HEADS=heads[1],
         KEY_DIM=key_dim,
         VALUE_DIM=value_dim,
+        TILED=tiled,
         TILE_KEYS=power_of_two(key_dim),
         TILE_VALUES=TILE_VALUES,
         num_warps=NUM_WARPS,
@@ -98,6 +102,7 @@ def _steps_kernel(
     VALUE_HEADS: tl.constexpr,
     KEY_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
+    TILED: tl.constexpr,
     TILE_KEYS: tl.constexpr,
     TILE_VALUES: tl.constexpr,
 ):
@@ -108,7 +113,8 @@ def _steps_kernel(
     is_there = is_key[:, None] & is_value[None, :]
     place = head * KEY_DIM * VALUE_DIM + keys[:, None] * VALUE_DIM + values[None, :]
     s = tl.load(state + place, mask=is_there, other=0.0)
-    of_query = head // (VALUE_HEADS // KEY_HEADS) * KEY_DIM + keys
+    key_head = head % KEY_HEADS if TILED else head // (VALUE_HEADS // KEY_HEADS)
+    of_query = key_head * KEY_DIM + keys
     of_value = 2 * KEY_HEADS * KEY_DIM + head * VALUE_DIM + values
     by, bias = tl.load(decay + head), tl.load(decay_bias + head)
     if first_saved == 0:

@@ -7,7 +7,7 @@ import torch
 from transformers.models.qwen3_next import modeling_qwen3_next as theirs
 from triforce.kernels import Level, cpu_level, use_kernels
 from triforce.kernels.delta_rule import DeltaWeights, delta_chunks, delta_steps, gated_norm
-from triton_runs import both, compiled_table
+from triton_runs import both, compiled_table, interpreted
 
 KEY_HEADS, VALUE_HEADS, KEY_DIM, VALUE_DIM, KERNEL = 2, 6, 16, 24, 4
 KEYS = KEY_HEADS * KEY_DIM
@@ -93,6 +93,20 @@ def test_steps_are_those_of_transformers(layers, dtype):
 
 @implementations
 @dtypes
+def test_numbers_as_large_as_those_of_outliers(layers, dtype):
+    """Of which the activation leaves 0, or all."""
+    inputs, gates, weights, state = given(13, dtype)
+    inputs = inputs * 300
+    want, behind = by_transformers(inputs, gates, weights, state)
+    with use_kernels(layers=layers):
+        got = delta_steps(inputs, gates, weights, state, wanted=13, saved=[(13, state)])
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+    assert (got - want).abs().max() < tolerance * want.abs().max()
+    assert (state - behind).abs().max() < tolerance * behind.abs().max()
+
+
+@implementations
+@dtypes
 def test_bits_do_not_depend_on_how_many_rows_pass_together(layers, dtype):
     inputs, gates, weights, state = given(13, dtype)
     middle, end, alone = torch.empty_like(state), torch.empty_like(state), state.clone()
@@ -103,6 +117,37 @@ def test_bits_do_not_depend_on_how_many_rows_pass_together(layers, dtype):
             rows.append(delta_steps(inputs[i : i + 4], gates[i : i + 1], weights, alone, wanted=1, saved=[(1, alone)]))
             assert i != 4 or torch.equal(alone, middle)
     assert torch.equal(torch.cat(rows)[-9:], got) and torch.equal(alone, end)
+
+
+def tiled(x: torch.Tensor, dim: int, width: int = 1) -> torch.Tensor:
+    """Value heads, each `width` wide, so that the first ones of all key heads are neighbours, then the second ones."""
+    apart = x.unflatten(dim, (KEY_HEADS, VALUE_HEADS // KEY_HEADS, width))
+    return apart.transpose(dim, dim + 1).flatten(dim, dim + 2)
+
+
+@pytest.mark.parametrize("kind", ["compiled", "plain", pytest.param("triton", marks=interpreted), "chunks"])
+@dtypes
+def test_tiled_value_heads_compute_what_neighbours_do(kind, dtype):
+    """The same bits, in another order."""
+    inputs, gates, weights, state = given(70, dtype)
+    conv, moved = (
+        torch.cat((x[:, : 2 * KEYS], tiled(x[:, 2 * KEYS :], 1, VALUE_DIM)), 1) for x in (weights.conv, inputs)
+    )
+    decay, bias, of_tiled = (tiled(x, 0) for x in (weights.decay, weights.decay_bias, state))
+    of_gates = torch.cat([tiled(x, 1) for x in gates.chunk(2, dim=1)], dim=1)
+    both = (
+        (inputs, gates, weights, state),
+        (moved, of_gates, replace(weights, conv=conv, decay=decay, decay_bias=bias, tiled=True), of_tiled),
+    )
+    found = []
+    with use_kernels(layers="plain" if kind == "plain" else None, as_gpu={"triton"} if kind == "triton" else None):
+        for x, g, w, s in both:
+            if kind == "chunks":
+                found.append((delta_chunks(x, g, w, s, 0), s))
+            else:
+                found.append((delta_steps(x[:12], g[:9], w, s, wanted=9, saved=[(9, s)]), s))
+    (want, behind), (got, after) = found
+    assert torch.equal(got, tiled(want, 1)) and torch.equal(after, tiled(behind, 0))
 
 
 @dtypes

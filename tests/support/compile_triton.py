@@ -214,7 +214,7 @@ def block_variants(dtype: torch.dtype) -> Iterator[tuple[str, Variant]]:
 
 def delta_variant(dtype: torch.dtype, key_heads: int, value_heads: int, key_dim: int, value_dim: int) -> Variant:
     constants = {"KERNEL": 4, "KEY_HEADS": key_heads, "VALUE_HEADS": value_heads, "KEY_DIM": key_dim}
-    constants |= {"VALUE_DIM": value_dim, "TILE_KEYS": triton_attention.power_of_two(key_dim)}
+    constants |= {"VALUE_DIM": value_dim, "TILED": False, "TILE_KEYS": triton_attention.power_of_two(key_dim)}
     constants |= {"TILE_VALUES": triton_delta.TILE_VALUES}
     floats = "conv", "decay", "decay_bias", "state", "after_first", "after_second"
     types = dict.fromkeys(floats, "*fp32") | dict.fromkeys(("inputs", "gates", "out"), POINTERS[dtype])

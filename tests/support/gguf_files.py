@@ -15,6 +15,9 @@ from tiny import save_family
 from transformers import PreTrainedModel
 
 ROUTER = "mlp.gate.weight"
+GATE = "shared_expert_gate.weight"
+HYBRIDS = {"qwen3.5": "qwen35", "qwen3.5-moe": "qwen35moe", "qwen3-next": "qwen3next"}
+"""Architectures of the families with linear attention."""
 PARTS = {
     "mlp.gate": "ffn_gate_inp",
     "input_layernorm": "attn_norm",
@@ -34,12 +37,33 @@ GEMMA_PARTS = PARTS | {
     "pre_feedforward_layernorm": "ffn_norm",
     "post_feedforward_layernorm": "post_ffw_norm",
 }
+HYBRID_PARTS = PARTS | {
+    "post_attention_layernorm": "post_attention_norm",
+    "linear_attn.in_proj_qkv": "attn_qkv",
+    "linear_attn.in_proj_z": "attn_gate",
+    "linear_attn.in_proj_b": "ssm_beta",
+    "linear_attn.in_proj_a": "ssm_alpha",
+    "linear_attn.in_proj_ba": "ssm_ba",
+    "linear_attn.in_proj_qkvz": "ssm_in",
+    "linear_attn.conv1d": "ssm_conv1d",
+    "linear_attn.norm": "ssm_norm",
+    "linear_attn.out_proj": "ssm_out",
+    "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
+    "mlp.shared_expert.gate_proj": "ffn_gate_shexp",
+    "mlp.shared_expert.up_proj": "ffn_up_shexp",
+    "mlp.shared_expert.down_proj": "ffn_down_shexp",
+}
 ENDS = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 SMALL = {"vocab_size": 300, "hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "eos_token_id": 298}
 """Differences from `tiny.tiny_shape`: rows of whole blocks of 256, and a token for each byte."""
 GEMMA = {"num_hidden_layers": 7, "layer_types": None, "query_pre_attn_scalar": 64, "tie_word_embeddings": False}
 """Further ones of Gemma 3: every sixth layer has no window, and scores are what llama.cpp makes of these sizes. With a
 head that is the embedding, which is scaled, a random model says its last token again and again."""
+
+HYBRID = {"linear_num_value_heads": 6, "linear_key_head_dim": 128, "linear_value_head_dim": 128}
+"""The same of models with linear attention; as their sizes are, so that llama.cpp takes them."""
+HYBRID_EXPERTS = {"moe_intermediate_size": 256, "shared_expert_intermediate_size": 256}
+"""And of those with experts."""
 
 BYTES = [*range(33, 127), *range(161, 173), *range(174, 256)]
 """Those that stand for themselves in the vocabularies of byte-level BPE."""
@@ -84,6 +108,9 @@ def save_gguf(
     seed: int = 0,
     keys: Mapping[str, Any] | None = None,
     rope_freqs: bool = False,
+    whole_inputs: bool = False,
+    fused_experts: bool = False,
+    predicting: bool = False,
     **changes: Any,
 ) -> PreTrainedModel:
     """Writes a random model to `directory` as a checkpoint, and to `directory.gguf` as a GGUF file; returns
@@ -93,14 +120,21 @@ def save_gguf(
         form_of: how a matrix of this name (transformers') is stored.
         keys: further ones, or others.
         rope_freqs: whether the scaling of RoPE is written as divisors of its frequencies.
+        whole_inputs: whether Qwen3-Next's projections are whole, as in files before 2026.
+        fused_experts: whether gate and up projections of a layer's experts are in one tensor.
+        predicting: whether a block that predicts a further token is behind the layers (MTP).
         changes: of the configuration.
     """
     is_gemma = family.startswith("gemma3")
-    model = save_family(directory, family, seed, **(SMALL | (GEMMA if is_gemma else {}) | changes))
+    differs = GEMMA if is_gemma else HYBRID if family in HYBRIDS else {}
+    differs = differs | (HYBRID_EXPERTS if family in ("qwen3-next", "qwen3.5-moe") else {})
+    model = save_family(directory, family, seed, **(SMALL | differs | changes))
     config, rng = model.config, np.random.default_rng(seed)
     experts = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None)
     architecture = (
-        "qwen3moe"
+        HYBRIDS[family]
+        if family in HYBRIDS
+        else "qwen3moe"
         if family == "qwen3-moe"
         else "qwen3"
         if family.startswith("qwen3")
@@ -114,13 +148,14 @@ def save_gguf(
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
-    writer.add_feed_forward_length(config.intermediate_size)
+    if architecture != "qwen35moe":
+        writer.add_feed_forward_length(config.intermediate_size)
     if experts:
         writer.add_expert_count(experts)
         writer.add_expert_used_count(config.num_experts_per_tok)
-        if architecture == "qwen3moe":
+        if architecture not in ("llama", "mixtral"):
             writer.add_expert_feed_forward_length(config.moe_intermediate_size)
-    writer.add_block_count(config.num_hidden_layers)
+    writer.add_block_count(config.num_hidden_layers + predicting)
     writer.add_head_count(config.num_attention_heads)
     writer.add_head_count_kv(config.num_key_value_heads)
     writer.add_key_length(head_dim)
@@ -130,6 +165,12 @@ def save_gguf(
         _add_windows(writer, config)
     else:
         writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    if family in HYBRIDS:
+        _add_linear_shape(writer, config, architecture)
+    if predicting:
+        writer.add_nextn_predict_layers(1)
+        for part in ("attn_norm", "nextn.enorm", "nextn.hnorm", "ssm_a"):
+            writer.add_tensor(f"blk.{config.num_hidden_layers}.{part}.weight", np.ones(config.hidden_size, np.float32))
     for key, value in (vocabulary(config.vocab_size) | dict(keys or {})).items():
         _add(writer, key.format(arch=architecture), value)
     if rope_freqs:
@@ -139,33 +180,30 @@ def save_gguf(
     for name, tensor in model.state_dict().items():
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
-        form = form_of(name) if tensor.dim() > 1 and not name.endswith(ROUTER) else Form.F32
+        form = form_of(name) if tensor.dim() > 1 and not name.endswith((ROUTER, "conv1d.weight", GATE)) else Form.F32
+        if family in HYBRIDS and (".linear_attn." in name or name.endswith(GATE)):
+            found = _add_linear(
+                writer, name, tensor, form, config, rng, tiled=architecture != "qwen3next", whole=whole_inputs
+            )
+            model.get_parameter(name).data = found
+            continue
         if tensor.dim() == 3:
             numbers = [
                 _add_experts(writer, name, part, projections, form, rng)
-                for part, projections in _of_experts(name, tensor)
+                for part, projections in _of_experts(name, tensor, fused=fused_experts)
             ]
             model.get_parameter(name).data = torch.cat(numbers, dim=1)
             continue
-        if is_gemma and tensor.dim() == 1:
+        parts = GEMMA_PARTS if is_gemma else HYBRID_PARTS if family in HYBRIDS else PARTS
+        if (is_gemma or family in HYBRIDS) and tensor.dim() == 1:
             stored = tensor.numpy() + 1.0  # as the converter writes norms
-            writer.add_tensor(gguf_name(name, GEMMA_PARTS), stored)
+            writer.add_tensor(gguf_name(name, parts), stored)
             model.get_parameter(name).data = torch.from_numpy(stored - 1.0)
             continue
-        stored = numbers = tensor.numpy()
         heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}.get(name.split(".")[-2], 0)
         heads = heads if architecture == "llama" else 0
-        if form == Form.BF16:
-            stored = tensor.bfloat16().view(torch.uint8).numpy()
-            numbers = tensor.bfloat16().float().numpy()
-        elif form == Form.F16:
-            stored = stored.astype(np.float16)
-            numbers = stored.astype(np.float32)
-        elif form != Form.F32:
-            blocks = random_blocks(form.name, tensor.shape[0], tensor.shape[1], int(rng.integers(2**31)))
-            stored, numbers = blocks.numpy(), numbers_of(blocks, form.name).numpy()
+        stored, numbers = _in_form(tensor, form, rng)
         stored = halves_to_pairs(stored, heads) if heads else stored
-        parts = GEMMA_PARTS if is_gemma else PARTS
         writer.add_tensor(gguf_name(name, parts), np.ascontiguousarray(stored), raw_dtype=form)
         model.get_parameter(name).data = torch.from_numpy(np.ascontiguousarray(numbers))
     writer.write_header_to_file()
@@ -173,6 +211,97 @@ def save_gguf(
     writer.write_tensors_to_file()
     writer.close()
     return model
+
+
+def _in_form(tensor: torch.Tensor, form: Form, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+    """What is stored of a matrix, and the numbers that this stands for: in few bits others than it has."""
+    if form == Form.BF16:
+        return tensor.bfloat16().view(torch.uint8).numpy(), tensor.bfloat16().float().numpy()
+    if form == Form.F16:
+        return tensor.half().numpy(), tensor.half().float().numpy()
+    if form == Form.F32:
+        return tensor.numpy(), tensor.numpy()
+    blocks = random_blocks(form.name, tensor.shape[0], tensor.shape[1], int(rng.integers(2**31)))
+    return blocks.numpy(), numbers_of(blocks, form.name).numpy()
+
+
+def _add_linear_shape(writer: gguf.GGUFWriter, config: Any, architecture: str) -> None:
+    writer.add_ssm_conv_kernel(config.linear_conv_kernel_dim)
+    writer.add_ssm_state_size(config.linear_key_head_dim)
+    writer.add_ssm_group_count(config.linear_num_key_heads)
+    writer.add_ssm_time_step_rank(config.linear_num_value_heads)
+    writer.add_ssm_inner_size(config.linear_value_head_dim * config.linear_num_value_heads)
+    writer.add_full_attention_interval(config.layer_types.index("full_attention") + 1)
+    rotated = int(config.head_dim * config.rope_parameters["partial_rotary_factor"])
+    writer.add_rope_dimension_count(rotated)
+    if architecture == "qwen3next":
+        writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
+        return
+    writer.add_rope_dimension_sections([rotated // 2 - 4, 2, 2, 0])
+    if architecture == "qwen35moe":
+        writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
+
+
+def _add_linear(
+    writer: gguf.GGUFWriter,
+    name: str,
+    tensor: torch.Tensor,
+    form: Form,
+    config: Any,
+    rng: np.random.Generator,
+    *,
+    tiled: bool,
+    whole: bool,
+) -> torch.Tensor:
+    """Writes a tensor of linear attention as the converter does, or the gate of a shared expert; the numbers of the
+    file in transformers' order.
+
+    Args: `tiled` says in which order value heads are, `whole` whether Qwen3-Next's projections are.
+    """
+    layer, part = name.split(".")[2], name.split(".", 3)[3]
+    if part.endswith(GATE):
+        writer.add_tensor(f"blk.{layer}.ffn_gate_inp_shexp.weight", tensor[0].numpy())
+        return tensor
+    if part == "linear_attn.norm.weight":
+        writer.add_tensor(f"blk.{layer}.ssm_norm.weight", tensor.numpy())
+        return tensor
+    key_heads, value_heads = config.linear_num_key_heads, config.linear_num_value_heads
+    keys, width = key_heads * config.linear_key_head_dim, config.linear_value_head_dim
+    of_heads = torch.arange(value_heads).view(key_heads, -1)
+    of_heads = of_heads.t().flatten() if tiled else of_heads.flatten()
+    of_values = (of_heads.unsqueeze(1) * width + torch.arange(width)).flatten()
+    rows = columns = None
+    if part.endswith(("A_log", "dt_bias", "in_proj_a.weight", "in_proj_b.weight")):
+        rows = of_heads
+    elif part.endswith("in_proj_z.weight"):
+        rows = of_values
+    elif part.endswith(("in_proj_qkv.weight", "conv1d.weight")):
+        rows = torch.cat((torch.arange(2 * keys), 2 * keys + of_values))
+    elif part.endswith("in_proj_qkvz.weight") and not whole:
+        of_key_heads = torch.arange(len(tensor)).view(key_heads, -1)
+        key, values = config.linear_key_head_dim, value_heads // key_heads * width
+        rows = torch.cat([x.flatten() for x in of_key_heads.split((key, key, values, values), dim=1)])
+    elif part.endswith("out_proj.weight"):
+        columns = of_values
+    moved = tensor if rows is None else tensor[rows]
+    moved = moved if columns is None else moved[:, columns]
+    if part.endswith(("A_log", "dt_bias")):
+        stored = -moved.exp() if part.endswith("A_log") else moved
+        writer.add_tensor(f"blk.{layer}.{'ssm_a' if part.endswith('A_log') else 'ssm_dt.bias'}", stored.numpy())
+        return tensor
+    stored, numbers = _in_form(moved.squeeze(1) if tensor.dim() == 3 else moved, form, rng)
+    pieces = [(HYBRID_PARTS[part.removesuffix(".weight")], stored)]
+    if part.endswith("in_proj_qkvz.weight") and not whole:
+        channels = 2 * keys + value_heads * width
+        pieces = [("attn_qkv", stored[:channels]), ("attn_gate", stored[channels:])]
+    for theirs, piece in pieces:
+        writer.add_tensor(f"blk.{layer}.{theirs}.weight", np.ascontiguousarray(piece), raw_dtype=form)
+    numbers, back = torch.from_numpy(np.ascontiguousarray(numbers)).view(tensor.shape), torch.empty_like(tensor)
+    at_rows = torch.arange(len(tensor)) if rows is None else rows
+    back[at_rows] = numbers
+    if columns is not None:
+        back[:, columns] = numbers
+    return back
 
 
 def _add_windows(writer: gguf.GGUFWriter, config: Any) -> None:
@@ -188,10 +317,12 @@ def _add_windows(writer: gguf.GGUFWriter, config: Any) -> None:
         writer.add_sliding_window(config.sliding_window)
 
 
-def _of_experts(name: str, tensor: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
+def _of_experts(name: str, tensor: torch.Tensor, *, fused: bool) -> list[tuple[str, torch.Tensor]]:
     """GGUF's parts of what transformers has in a tensor `[experts, outputs, inputs]`."""
     if name.endswith("down_proj"):
         return [("ffn_down_exps", tensor)]
+    if fused:
+        return [("ffn_gate_up_exps", tensor)]
     return list(zip(("ffn_gate_exps", "ffn_up_exps"), tensor.chunk(2, dim=1), strict=True))
 
 
@@ -203,10 +334,9 @@ def _add_experts(
     if form == Form.F32:
         writer.add_tensor(gguf_part, np.ascontiguousarray(tensor.numpy()))
         return tensor
-    experts, outputs, inputs = tensor.shape
-    blocks = random_blocks(form.name, experts * outputs, inputs, int(rng.integers(2**31)))
-    writer.add_tensor(gguf_part, blocks.numpy().reshape(experts, outputs, -1), raw_dtype=form)
-    return numbers_of(blocks, form.name).view(tensor.shape)
+    stored, numbers = _in_form(tensor.flatten(0, 1), form, rng)
+    writer.add_tensor(gguf_part, stored.reshape(*tensor.shape[:2], -1), raw_dtype=form)
+    return torch.from_numpy(numbers).view(tensor.shape)
 
 
 def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:

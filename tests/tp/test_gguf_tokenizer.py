@@ -20,6 +20,7 @@ from transformers import GemmaTokenizer, PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import TikTokenConverter, generate_merges
 from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
 from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
+from transformers.models.qwen3_5.tokenization_qwen3_5 import PRETOKENIZE_REGEX as QWEN_35
 from triforce.tp import ModelError, Tokenizer
 from triforce.tp.weights.gguf_tokenizer import tokenizer_files
 
@@ -212,6 +213,9 @@ TWINS: dict[str, Callable[[], Twin]] = {
     "llama-v3": lambda: byte_level("llama-v3", LLAMA_3, bos=True, ignore_merges=True, first=False),
     "qwen2": lambda: byte_level(
         "qwen2", PRETOKENIZE_REGEX, bos=False, ignore_merges=False, normalizer=normalizers.NFC(), first=False
+    ),
+    "qwen35": lambda: byte_level(
+        "qwen35", QWEN_35, bos=False, ignore_merges=False, normalizer=normalizers.NFC(), first=False
     ),
     "tekken": lambda: byte_level("tekken", TEKKEN, bos=True, ignore_merges=True, first=True),
     "sentencepiece": lambda: sentencepiece(True),

@@ -131,7 +131,7 @@ _HYBRID = Family(
     qk_norm=True,
     float32_norms=True,
     zero_centred_norms=True,
-    linear=LinearNames(tuple(f"linear_attn.in_proj_{name}" for name in ("qkv", "z", "b", "a"))),
+    linear=LinearNames.of("qkv", "z", "b", "a"),
     output_gate=True,
     rotated_share=0.25,
     wrapped=True,
@@ -181,7 +181,7 @@ _HYBRID_MOE = replace(
 _QWEN3_NEXT = replace(
     _HYBRID_MOE,
     experts=_SHARED_EXPERTS,
-    linear=LinearNames(("linear_attn.in_proj_qkvz", "linear_attn.in_proj_ba")),
+    linear=LinearNames.of("qkvz", "ba"),
     wrapped=False,
     defaults={
         **_HYBRID_MOE.defaults,

@@ -17,13 +17,32 @@ class LinearNames:
     """What a family calls the projections of such a layer, within it."""
 
     inputs: tuple[str, ...]
-    """Of queries, keys and values, of the gate of the output, of beta, and of the decay. Where two of them are in one,
-    what belongs to a key head is together."""
+    """Of queries, keys and values, of the gate of the output, of beta, and of the decay. The first two may be in one,
+    and the last two; what belongs to a key head is then together there."""
+
+    @classmethod
+    def of(cls, *inputs: str) -> LinearNames:
+        """By what distinguishes them.
+
+        Raises:
+            ValueError: no model has such.
+        """
+        if inputs not in _INPUTS:
+            raise ValueError(f"linear_inputs {inputs} (known: {', '.join(map(str, _INPUTS))})")
+        return cls(tuple(f"linear_attn.in_proj_{name}" for name in inputs))
 
     @property
-    def by_key_head(self) -> bool:
-        """Whether the outputs of a key head are together."""
+    def joint_gate(self) -> bool:
+        """Whether queries, keys, values and the gate of the output are in one."""
         return len(self.inputs) == 2
+
+    @property
+    def joint_decay(self) -> bool:
+        """Whether beta and the decay are in one."""
+        return len(self.inputs) < 4
+
+
+_INPUTS = ("qkv", "z", "b", "a"), ("qkvz", "ba"), ("qkv", "z", "ba")
 
 
 @dataclass(frozen=True)
@@ -35,12 +54,16 @@ class LinearAttention:
     key_heads: int
     """Of queries, too."""
     value_heads: int
-    """A multiple: neighbouring ones have a key head together, and each has a state."""
+    """A multiple: neighbouring ones have a key head together, unless they are `tiled`, and each has a state."""
     key_dim: int
     value_dim: int
     kernel: int
     """Tokens that the convolution sees, the last one itself."""
     names: LinearNames
+    tiled: bool = False
+    """Whether value head `i` has the key head `i % key_heads`, as in GGUF files of Qwen3.5."""
+    plain_decay: bool = False
+    """Whether the tensor `A_log` has the decay itself, below 0, as in GGUF files; else the logarithm of its size."""
 
     def __post_init__(self) -> None:
         """Raises:
@@ -52,6 +75,13 @@ class LinearAttention:
                 f"linear attention with {self.key_heads} heads of keys and {self.value_heads} of values, which must be "
                 f"a multiple, {self.key_dim} and {self.value_dim} wide, and a convolution over {self.kernel} tokens"
             )
+
+    def value_heads_of(self, key_heads: slice) -> tuple[slice, ...]:
+        """Those that have some neighbouring key heads, as runs of neighbours, in the order of the file."""
+        together, first, stop = self.value_heads // self.key_heads, key_heads.start, key_heads.stop
+        if not self.tiled or stop - first == self.key_heads:
+            return (slice(first * together, stop * together),)
+        return tuple(slice(i * self.key_heads + first, i * self.key_heads + stop) for i in range(together))
 
     @property
     def keys(self) -> int:
@@ -86,7 +116,8 @@ class LinearAttention:
 
 
 def linear_attention(names: LinearNames | None, raw: Mapping[str, Any], num_layers: int) -> LinearAttention | None:
-    """What a `config.json` says of it.
+    """What a `config.json` says of it. One that is made of a GGUF file has further keys: `linear_inputs`,
+    `linear_tiled` and `linear_plain_decay`.
 
     Raises:
         KeyError, TypeError, ValueError: it does not say what is needed, or something impossible.
@@ -108,12 +139,15 @@ def linear_attention(names: LinearNames | None, raw: Mapping[str, Any], num_laye
         raise ValueError("layer_types without full_attention, which a text of any length needs")
     if not layers:
         return None
+    key_heads, value_heads = int(raw["linear_num_key_heads"]), int(raw["linear_num_value_heads"])
     return LinearAttention(
         layers,
-        key_heads=int(raw["linear_num_key_heads"]),
-        value_heads=int(raw["linear_num_value_heads"]),
+        key_heads=key_heads,
+        value_heads=value_heads,
         key_dim=int(raw["linear_key_head_dim"]),
         value_dim=int(raw["linear_value_head_dim"]),
         kernel=int(raw["linear_conv_kernel_dim"]),
-        names=names,
+        names=LinearNames.of(*raw["linear_inputs"]) if "linear_inputs" in raw else names,
+        tiled=bool(raw.get("linear_tiled")) and value_heads != key_heads,
+        plain_decay=bool(raw.get("linear_plain_decay")),
     )

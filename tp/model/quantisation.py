@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar, Protocol
@@ -349,6 +350,26 @@ def part_of(matrix: QuantisedMatrix, rows: slice | None, columns: slice | None) 
             zeros = zeros if isinstance(zeros, int) else zeros[:, kept]
     zeros = zeros if isinstance(zeros, int) else zeros[:, groups].contiguous()
     return GroupedMatrix(values.contiguous(), scales[:, groups].contiguous(), zeros, matrix.bits, group_of)
+
+
+def joined_inputs(parts: Sequence[QuantisedMatrix]) -> QuantisedMatrix:
+    """Parts of a matrix with the same outputs, whose inputs follow one another.
+
+    Raises:
+        ModelError: they are several, and the inputs are in groups that are not alike.
+    """
+    if len(parts) == 1:
+        return parts[0]
+    blocks = [part for part in parts if isinstance(part, BlockMatrix)]
+    if len(blocks) == len(parts):
+        return BlockMatrix(torch.cat([part.blocks for part in blocks], dim=1), blocks[0].form)
+    grouped = [part for part in parts if isinstance(part, GroupedMatrix)]
+    if any(part.group_of is not None for part in grouped):
+        raise ModelError("inputs of several ranks are in groups that are not whole; give another number of --gpus")
+    values, scales = (torch.cat([getattr(part, name) for part in grouped], dim=1) for name in ("values", "scales"))
+    zeros = [part.zeros for part in grouped]
+    joined = zeros[0] if isinstance(zeros[0], int) else torch.cat([x for x in zeros if isinstance(x, Tensor)], dim=1)
+    return GroupedMatrix(values, scales, joined, grouped[0].bits)
 
 
 def quantisation_of(raw: dict[str, Any], path: Any) -> Quantisation | None:

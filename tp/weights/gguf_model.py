@@ -3,7 +3,8 @@
 The directory is made in the user's cache when a file is first used, and found again as long as the file is the same. It
 holds no weights: `model.gguf.index.json` says where they are. What differs from a checkpoint of Hugging Face: names of
 tensors; rows of queries and keys of Llama, which llama.cpp rotates in neighbouring pairs; Llama 3's RoPE scaling, which
-is a divisor for each frequency; norms of Gemma 3, which have the 1 in them that is added to a checkpoint's.
+is a divisor for each frequency; norms of Gemma 3 and of models with linear attention, which have the 1 in them that is
+added to a checkpoint's; and what `_Configuration._of_linear` says of the latter.
 """
 
 from __future__ import annotations
@@ -35,6 +36,9 @@ ARCHITECTURES = {
     "qwen3": "Qwen3ForCausalLM",
     "qwen3moe": "Qwen3MoeForCausalLM",
     "gemma3": "Gemma3ForCausalLM",
+    "qwen3next": "Qwen3NextForCausalLM",
+    "qwen35": "Qwen3_5ForCausalLM",
+    "qwen35moe": "Qwen3_5MoeForCausalLM",
 }
 """Of `config.json`, by those of GGUF; Mistral's is `llama`, and so is Mixtral's."""
 
@@ -60,21 +64,57 @@ NAMES_BEHIND = {
 }
 """Others, where attention and the MLP have norms behind them, too."""
 
+LINEAR_NAMES = {
+    "post_attention_norm": "post_attention_layernorm",
+    "attn_qkv": "linear_attn.in_proj_qkv",
+    "attn_gate": "linear_attn.in_proj_z",
+    "ssm_alpha": "linear_attn.in_proj_a",
+    "ssm_beta": "linear_attn.in_proj_b",
+    "ssm_ba": "linear_attn.in_proj_ba",
+    "ssm_in": "linear_attn.in_proj_qkvz",
+    "ssm_conv1d": "linear_attn.conv1d",
+    "ssm_norm": "linear_attn.norm",
+    "ssm_out": "linear_attn.out_proj",
+}
+"""Others, where some layers have linear attention."""
+
+LINEAR_VECTORS = {"ssm_a": "linear_attn.A_log", "ssm_dt.bias": "linear_attn.dt_bias"}
+"""Whole names within such a layer."""
+
+SHARED_NAMES = {
+    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+    "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
+    "ffn_up_shexp": "mlp.shared_expert.up_proj",
+    "ffn_down_shexp": "mlp.shared_expert.down_proj",
+}
+"""Others, where a layer has an expert for all rows."""
+
 _MODEL_TYPES = {
     "MixtralForCausalLM": "mixtral",
     "Qwen3MoeForCausalLM": "qwen3_moe",
     "Gemma3ForCausalLM": "gemma3_text",
+    "Qwen3NextForCausalLM": "qwen3_next",
+    "Qwen3_5ForCausalLM": "qwen3_5_text",
+    "Qwen3_5MoeForCausalLM": "qwen3_5_moe_text",
 }
 """Of `config.json`, where they are not GGUF's architectures."""
 
-EXPERT_NAMES = {"ffn_gate_exps": "gate", "ffn_up_exps": "up", "ffn_down_exps": "down"}
-"""Tensors `[experts, outputs, inputs]`, and what `ExpertNames` calls the projections."""
+EXPERT_NAMES = {
+    "ffn_gate_exps": ("gate",),
+    "ffn_up_exps": ("up",),
+    "ffn_gate_up_exps": ("gate", "up"),
+    "ffn_down_exps": ("down",),
+}
+"""Tensors `[experts, outputs, inputs]`, and what `ExpertNames` calls the projections in them, one after another."""
 
 _NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _END_TEXTS = {"<|end_of_text|>", "<|endoftext|>", "<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>"}
 _CONTROL = 3
 """Of `tokenizer.ggml.token_type`."""
 _ROPE_DIVISORS = "rope_freqs.weight"
+_IN_LAYER = re.compile(r"blk\.(\d{1,6})\.(.*)")
+_NOT_BY_TYPE = "mlp.shared_expert_gate.weight", "linear_attn.conv1d.weight"
+"""Of a layer, what is in F32 whatever the file's type is."""
 _FILES = "config.json", GGUF_INDEX, "tokenizer.json", "tokenizer_config.json"
 _FORMAT = 3
 """Of the directories: those of another one, or of another version of this package, are made anew."""
@@ -143,6 +183,8 @@ def _contents(files: list[Path]) -> dict[str, Any]:
     divisors = tensors.pop(_ROPE_DIVISORS, None)
     placed: dict[str, dict[str, Any]] = {}
     for number, tensor in tensors.values():
+        if config.passes_over(tensor.name):
+            continue
         heads = config.interleaved_heads(tensor.name)
         for name, offset, shape in _parts_of(tensor, config, path):
             if name in placed:
@@ -167,13 +209,18 @@ def _parts_of(tensor: GgufTensor, config: _Configuration, path: Path) -> Iterato
     stem, _, end = tensor.name.rpartition(".")
     experts = config.experts
     layer, shape = re.fullmatch(r"blk\.(\d{1,6})\.(\w+)", stem), tensor.shape
+    vector = _IN_LAYER.fullmatch(tensor.name)
+    if config.is_linear and vector and vector[2] in LINEAR_VECTORS:
+        yield f"model.layers.{int(vector[1])}.{LINEAR_VECTORS[vector[2]]}", tensor.offset, shape
+        return
     if experts and layer and layer[2] in EXPERT_NAMES and end == "weight":
-        if len(shape) != 3 or shape[0] != experts.count:
+        names = [getattr(experts.names, part) for part in EXPERT_NAMES[layer[2]]]
+        if len(shape) != 3 or shape[0] != experts.count or shape[1] % len(names):
             raise ModelError(f"{path} has {tensor.name} of the shape {shape}; it is of {experts.count} experts")
-        name = getattr(experts.names, EXPERT_NAMES[layer[2]])
-        for expert in range(experts.count):
-            offset = tensor.offset + expert * form_bytes(tensor.form, shape[1:])
-            yield f"model.layers.{int(layer[1])}.{name.format(expert)}.weight", offset, shape[1:]
+        each = shape[1] // len(names), shape[2]
+        for i in range(experts.count * len(names)):
+            name = names[i % len(names)].format(i // len(names))
+            yield f"model.layers.{int(layer[1])}.{name}.weight", tensor.offset + i * form_bytes(tensor.form, each), each
         return
     name = f"model.layers.{int(layer[1])}.{config.layer_names.get(layer[2], '')}" if layer else _NAMES.get(stem, "")
     if experts and re.fullmatch(r"blk\.\d+\.ffn_(gate|up|down)\.\d+", stem):
@@ -185,6 +232,10 @@ def _parts_of(tensor: GgufTensor, config: _Configuration, path: Path) -> Iterato
             f"{path} has the tensor {tensor.name[:80]!r} ({tensor.form}), which the models that are computed here do "
             "not have"
         )
+    if name.endswith("conv1d") and len(shape) == 2:
+        shape = shape[0], 1, shape[1]
+    if name.endswith("shared_expert_gate") and len(shape) == 1:
+        shape = 1, shape[0]
     yield f"{name}.{end}", tensor.offset, shape
 
 
@@ -208,15 +259,39 @@ class _Configuration:
         self._family = ARCHITECTURES[self._architecture]
         if self._architecture == "llama" and keys.get("llama.expert_count"):
             self._family = "MixtralForCausalLM"
+        family = FAMILIES[self._family]
+        self.is_linear = family.linear is not None
+        """Whether it has layers with linear attention."""
         self.experts = self._experts()
         self.layer_names = (
             LAYER_NAMES
+            | (LINEAR_NAMES if self.is_linear else {})
+            | (SHARED_NAMES if self.experts and self.experts.names.shared else {})
             | ({"ffn_gate_inp": self.experts.names.router} if self.experts else {})
-            | (NAMES_BEHIND if FAMILIES[self._family].norms_behind else {})
+            | (NAMES_BEHIND if family.norms_behind else {})
         )
         """Within a layer, those of Hugging Face by those of GGUF."""
         self._heads = self._whole("attention.head_count")
         self._kv_heads = self._whole("attention.head_count_kv", self._heads)
+
+    @property
+    def _blocks(self) -> int:
+        """Layers, and what is behind them."""
+        return self._whole("block_count")
+
+    @property
+    def _layers(self) -> int:
+        """Blocks, but for the last ones, which predict further tokens (MTP) and are not used."""
+        key = "nextn_predict_layers"
+        found = self._metadata.get(self._key(key), 0) if self.is_linear else 0
+        if type(found) is not int or not 0 <= found < self._blocks:
+            raise self._odd(key, f"{str(found)[:80]!r} of {self._blocks:,} blocks")
+        return self._blocks - found
+
+    def passes_over(self, name: str) -> bool:
+        """Whether a tensor is of a block that is no layer."""
+        block = _IN_LAYER.fullmatch(name) if self.is_linear else None
+        return block is not None and self._layers <= int(block[1]) < self._blocks
 
     def _experts(self) -> Experts | None:
         """Its mixtures of experts. llama.cpp always has the weights of a row's experts sum to 1."""
@@ -224,8 +299,13 @@ class _Configuration:
         if names is None:
             return None
         count, used = self._whole("expert_count"), self._whole("expert_used_count")
+        shared = 0
+        if names.shared:
+            shared = self._whole(
+                "expert_shared_feed_forward_length", self._metadata.get(self._key("feed_forward_length"))
+            )
         try:
-            return Experts(count, used, True, names)
+            return Experts(count, used, True, names, shared)
         except ValueError:
             raise self._odd("expert_used_count", f"{used:,} of {count:,}, which is no number of experts") from None
 
@@ -239,14 +319,19 @@ class _Configuration:
 
         Args: `divisors` are by what RoPE's frequencies are divided.
         """
-        hidden, layers = self._whole("embedding_length"), self._whole("block_count")
+        hidden, layers = self._whole("embedding_length"), self._layers
         size = self._whole("attention.key_length", hidden // max(1, self._heads))
-        for key in ("attention.value_length", "rope.dimension_count"):
+        rotated = self._whole("rope.dimension_count", size)
+        for key in ("attention.value_length", *(() if self.is_linear else ("rope.dimension_count",))):
             if self._whole(key, size) != size:
                 raise self._odd(key, f"{self._whole(key)}; {size}, the size of a head, is supported")
+        if rotated > size or rotated % 2:
+            raise self._odd("rope.dimension_count", f"{rotated:,}; an even number up to {size}, the size of a head")
         named = [int(name.split(".")[2]) for name in tensors if name.startswith("model.layers.")]
         if max(named, default=-1) + 1 != layers:
-            raise self._odd("block_count", f"{layers:,}; there are tensors of {max(named, default=-1) + 1:,} layers")
+            raise self._odd(
+                "block_count", f"{self._blocks:,}; there are tensors of {max(named, default=-1) + 1:,} layers"
+            )
         embedding = tensors.get("model.embed_tokens.weight")
         if embedding is None:
             raise ModelError(f"{self._path} lacks the tensor token_embd.weight")
@@ -254,14 +339,17 @@ class _Configuration:
         forms = {
             one["form"]
             for name, one in tensors.items()
-            if len(one["shape"]) > 1 and not (experts and name.endswith(router))
+            if len(one["shape"]) > 1 and not (experts and name.endswith(router)) and not name.endswith(_NOT_BY_TYPE)
         }
-        base, width = self._float("rope.freq_base", 10000.0), self._whole("feed_forward_length")
+        base, key = self._float("rope.freq_base", 10000.0), "expert_feed_forward_length"
+        of_each = self._metadata.get(self._key(key)) if self.is_linear else None  # those files may give it alone
+        width = self._whole("feed_forward_length", of_each)
         of_experts: dict[str, Any] = {}
         if experts:
-            key = "expert_feed_forward_length"
             of_experts = {experts.names.count[0]: experts.count, "num_experts_per_tok": experts.used}
             of_experts |= {"moe_intermediate_size": self._whole(key, width), "norm_topk_prob": experts.normalised}
+        if experts and experts.shared_width:
+            of_experts["shared_expert_intermediate_size"] = experts.shared_width
         return {
             "architectures": [self._family],
             "model_type": _MODEL_TYPES.get(self._family, self._architecture),
@@ -277,10 +365,11 @@ class _Configuration:
             "max_position_embeddings": self._whole("context_length"),
             "rms_norm_eps": self._float("attention.layer_norm_rms_epsilon"),
             "rope_theta": base,
-            "rope_scaling": self._scaling(divisors, base, size),
+            "rope_scaling": self._scaling(divisors, base, rotated),
             "tie_word_embeddings": "lm_head.weight" not in tensors,
             "attention_bias": self._architecture != "qwen2" and "model.layers.0.self_attn.q_proj.bias" in tensors,
             **(self._of_gemma(hidden, layers, size) if self._architecture == "gemma3" else self._without_windows()),
+            **(self._of_linear(tensors) | {"partial_rotary_factor": rotated / size} if self.is_linear else {}),
             "torch_dtype": {("F32",): "float32", ("F16",): "float16"}.get(tuple(forms), "bfloat16"),
             "bos_token_id": self._metadata.get("tokenizer.ggml.bos_token_id"),
             "eos_token_id": self._ends(embedding["shape"][0]),
@@ -307,6 +396,41 @@ class _Configuration:
             "query_pre_attn_scalar": hidden // self._heads if layers == 62 else size,
             "zero_centred_norms": False,
         }
+
+    def _of_linear(self, tensors: Mapping[str, Any]) -> dict[str, Any]:
+        """What only models with linear attention have, as llama.cpp's converter writes it (`Qwen3NextModel` and
+        `_LinearAttentionVReorderBase` of github.com/ggml-org/llama.cpp, conversion/qwen.py): value heads of Qwen3.5
+        are tiled; `ssm_a` is the decay; Qwen3-Next's projections are split, but for beta and the decay, or whole in
+        files before 2026."""
+        values, width = self._whole("ssm.time_step_rank"), self._whole("ssm.inner_size")
+        if width % values:
+            raise self._odd("ssm.inner_size", f"{width:,}, which {values:,} heads cannot share")
+        ends = {name.rpartition(".in_proj_")[2].removesuffix(".weight") for name in tensors if ".in_proj_" in name}
+        inputs = ("qkv", "z", "b", "a")
+        if self._architecture == "qwen3next":
+            inputs = ("qkvz", "ba") if "qkvz" in ends else ("qkv", "z", "ba")
+        return {
+            "layer_types": self._layer_types(),
+            "linear_num_key_heads": self._whole("ssm.group_count"),
+            "linear_num_value_heads": values,
+            "linear_key_head_dim": self._whole("ssm.state_size"),
+            "linear_value_head_dim": width // values,
+            "linear_conv_kernel_dim": self._whole("ssm.conv_kernel"),
+            "linear_inputs": inputs,
+            "linear_tiled": self._architecture != "qwen3next",
+            "linear_plain_decay": True,
+            "zero_centred_norms": False,
+        }
+
+    def _layer_types(self) -> list[str]:
+        every = self._whole("full_attention_interval", 4)
+        is_linear: Any = [(layer + 1) % every != 0 for layer in range(self._layers)]
+        listed = self._metadata.get(self._key("attention.recurrent_layers"))
+        if listed is not None:
+            if not isinstance(listed, np.ndarray) or listed.dtype != bool or len(listed) != self._blocks:
+                raise self._odd("attention.recurrent_layers", f"no list of {self._blocks:,} truth values")
+            is_linear = listed[: self._layers]
+        return ["linear_attention" if one else "full_attention" for one in is_linear]
 
     def _ends(self, vocabulary: int) -> list[int]:
         """The tokens that end a generation: of a sequence, a turn, a message, as the file names them; and control
@@ -373,6 +497,9 @@ class _Configuration:
             f"{self._path} divides RoPE's frequencies ({_ROPE_DIVISORS}) in a way that is not Llama 3's, which is not "
             "supported"
         )
+
+    def _key(self, key: str) -> str:
+        return f"{self._architecture}.{key}"
 
     def _whole(self, key: str, default: int | None = None) -> int:
         found = self._metadata.get(f"{self._architecture}.{key}", default)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from reprlib import repr as shortened
 from typing import Any
@@ -42,8 +42,8 @@ class _Split:
     normalizer: Mapping[str, str] | None = None
 
 
-# As in the `tokenizer.json` of Meta-Llama-3-8B, Qwen2-7B and Mistral-Nemo-Base-2407. What a family does where the file
-# does not say: `llama_vocab::impl::load` of github.com/ggml-org/llama.cpp, src/llama-vocab.cpp.
+# As in the `tokenizer.json` of Meta-Llama-3-8B, Qwen2-7B, Qwen3.5 and Mistral-Nemo-Base-2407. What a family does where
+# the file does not say: `llama_vocab::impl::load` of github.com/ggml-org/llama.cpp, src/llama-vocab.cpp.
 _LLAMA_3 = _Split(
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
@@ -51,6 +51,11 @@ _LLAMA_3 = _Split(
     adds_bos=True,
 )
 _QWEN_2 = _Split(_LLAMA_3.regex.replace("{1,3}", ""), False, False, {"type": "NFC"})
+_QWEN_35 = replace(
+    _QWEN_2,
+    regex=r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}"
+    r"| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+)
 _TEKKEN = _Split(
     r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
     r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
@@ -58,7 +63,14 @@ _TEKKEN = _Split(
     ignore_merges=True,
     adds_bos=True,
 )
-_SPLITS = {"llama-bpe": _LLAMA_3, "llama3": _LLAMA_3, "llama-v3": _LLAMA_3, "qwen2": _QWEN_2, "tekken": _TEKKEN}
+_SPLITS = {
+    "llama-bpe": _LLAMA_3,
+    "llama3": _LLAMA_3,
+    "llama-v3": _LLAMA_3,
+    "qwen2": _QWEN_2,
+    "qwen35": _QWEN_35,
+    "tekken": _TEKKEN,
+}
 """By `tokenizer.ggml.pre`."""
 
 

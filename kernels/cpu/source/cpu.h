@@ -29,7 +29,7 @@ INLINE uint16_t bfloat16_of(float x)
 
 /* Raised whenever the arguments of a function or the arithmetic of a level change, so that Python refuses a library built
  * from other sources. */
-#define TRIFORCE_ABI 15
+#define TRIFORCE_ABI 16
 EXPORT int triforce_abi(void);
 
 /* Bytes of `Attention` (attention.h), which Python compares with its own declaration of it. */
@@ -134,6 +134,7 @@ typedef struct {
     int64_t saved[2];         /* where the state is written to behind `saved_behind` rows, it may be `state`; or 0 */
     int64_t saved_behind[2];
     int64_t n, wanted, channels, kernel, key_heads, value_heads, key_dim, value_dim; /* widths multiples of 8 */
+    int64_t tiled; /* 1: value head i has the key head i % key_heads; 0: neighbouring value heads have one together */
     int64_t is_bf16, threads;
 } Delta;
 

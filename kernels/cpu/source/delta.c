@@ -40,7 +40,8 @@ INLINE float rounded_one(float x, int is_bf16)
 
 VEC __m256 silu(__m256 x)
 {
-    const __m256 e = vec_exp2(vec_mul(x, vec_all(-1.44269504f)));
+    /* vec_exp2 is not for what 2 to the power of overflows; what is so far below 0 becomes 0 as well by less. */
+    const __m256 e = vec_exp2(_mm256_min_ps(vec_all(126.0f), vec_mul(x, vec_all(-1.44269504f))));
     return _mm256_div_ps(x, vec_add(vec_all(1.0f), e));
 }
 
@@ -113,7 +114,7 @@ DELTA void one_row(float *state, const float *q, const float *k, const float *v,
 DELTA void one_head(const Delta *d, int64_t head, const float *rows, float *state, float *out)
 {
     const int64_t size = d->key_dim * d->value_dim, keys = d->key_heads * d->key_dim;
-    const int64_t key_head = head / (d->value_heads / d->key_heads);
+    const int64_t key_head = d->tiled ? head % d->key_heads : head / (d->value_heads / d->key_heads);
     const int is_bf16 = (int)d->is_bf16;
     const float decay = ((const float *)d->decay)[head], bias = ((const float *)d->bias)[head];
     memcpy(state, (const float *)d->state + head * size, (size_t)size * sizeof *state);

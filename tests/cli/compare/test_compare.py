@@ -60,7 +60,10 @@ def test_transformers_gets_layers_with_linear_attention(compare, tmp_path, forke
     check_same_text(outcome, document)
 
 
-@pytest.mark.parametrize(("family", "form"), [("qwen3", "Q4_K"), ("qwen3", "F16"), ("gemma3", "Q8_0")])
+@pytest.mark.parametrize(
+    ("family", "form"),
+    [("qwen3", "Q4_K"), ("qwen3", "F16"), ("gemma3", "Q8_0"), ("qwen3.5", "Q8_0"), ("qwen3-next", "Q8_0")],
+)
 def test_transformers_gets_the_numbers_of_a_gguf_file(compare, tmp_path, forked_workers, monkeypatch, family, form):
     pytest.importorskip("gguf", reason="the package gguf writes the file")
     from gguf import GGMLQuantizationType as Form

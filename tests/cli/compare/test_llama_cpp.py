@@ -12,8 +12,10 @@ pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed: pip 
 
 from triforce.cli.compare.baselines import llama_cpp_baseline as llama_cpp
 from triforce.cli.compare.baselines.protocol import Job
+from triforce.offload import Engine
 from triforce.offload.speculation.distribution import distribution
 from triforce.offload.speculation.sampling import Sampling
+from triforce.tp.weights.registry import find_model
 
 PROMPT = random_tokens(150, seed=4)
 
@@ -41,6 +43,26 @@ def test_greedy_tokens_are_those_of_transformers(tmp_path, family):
     assert timed.token_ids == want
     assert timed.ttft_s > 0
     assert timed.decode_s > 0
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [("qwen3.5", {}), ("qwen3.5-moe", {}), ("qwen3-next", {}), ("qwen3-next", {"whole_inputs": True})],
+    ids=["qwen3.5", "qwen3.5-moe", "qwen3-next", "qwen3-next-whole"],
+)
+def test_it_reads_files_with_linear_attention_as_we_do(tmp_path, monkeypatch, family, changes):
+    """In which value heads are tiled, or projections split."""
+    from gguf import GGMLQuantizationType as Form
+    from gguf_files import save_gguf
+
+    monkeypatch.setenv("TRIFORCE_HOME", str(tmp_path / "home"))
+    model = save_gguf(tmp_path / "m", family, lambda name: Form.F32, seed=1, **changes)
+    prompt = random_tokens(150, vocab_size=290, seed=4)
+    directory, want = find_model(tmp_path / "m.gguf"), greedy_oracle(model, prompt, 24)
+    system = llama_cpp.load(job_for(directory, prompt_ids=prompt, max_new_tokens=24))
+    assert system.generate(prompt, [[]], 24).token_ids == want
+    engine = Engine.load(directory, device="cpu", dtype="float32", tiers=1)
+    assert engine.generate(prompt, Sampling(0.0), 24, ignore_eos=True).token_ids == want
 
 
 def test_sequences_over_one_text_write_what_each_writes_alone(tmp_path):

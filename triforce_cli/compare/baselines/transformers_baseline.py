@@ -16,6 +16,7 @@ from ....tp.errors import ModelError
 from ....tp.matrices import ModelMatrices, layer_prefix
 from ....tp.model.config import ModelConfig
 from ....tp.model.families import Experts
+from ....tp.model.linear_attention import LinearAttention
 from ....tp.weights.checkpoint import Checkpoint
 from ....tp.weights.weight_files import gguf_index
 from .protocol import Job, Timed
@@ -172,8 +173,10 @@ def _load_expanded(directory: Path, config: ModelConfig, job: Job) -> Any:
     read |= {name: checkpoint.read(name, *checkpoint.shape(name)) for name in checkpoint.unread()}
     if config.experts:
         _stack_experts(read, config.experts, config.num_layers)
+    if config.linear and config.linear.plain_decay:
+        _undo_file_order(read, config.linear)
     if config.float32_norms and not config.zero_centred_norms:  # transformers adds the 1 that they have already
-        for name in [name for name in read if name.endswith("norm.weight")]:
+        for name in [name for name in read if name.endswith("norm.weight") and ".linear_attn." not in name]:
             read[name] = (checkpoint.read(name, *checkpoint.shape(name), dtype=torch.float32) - 1.0).to(dtype)
     theirs: Any = transformers.AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
     theirs = theirs.get_text_config()  # of several models
@@ -187,6 +190,30 @@ def _load_expanded(directory: Path, config: ModelConfig, job: Job) -> Any:
     model.tie_weights()
     without_defaults(model)
     return model.to(job.device).eval()
+
+
+def _undo_file_order(read: dict[str, Tensor], linear: LinearAttention) -> None:
+    """Makes of tensors as GGUF files have them those of transformers: neighbouring value heads have a key head
+    together, `A_log` is a logarithm, and what is of a key head is together in Qwen3-Next's projections."""
+    together, width, keys = linear.value_heads // linear.key_heads, linear.value_dim, linear.keys
+    heads = torch.arange(linear.value_heads)
+    heads = heads.view(together, -1).t().flatten() if linear.tiled else heads
+    values = (heads.unsqueeze(1) * width + torch.arange(width)).flatten()
+    channels = torch.cat((torch.arange(2 * keys), 2 * keys + values))
+    rows = {"in_proj_qkv": channels, "conv1d": channels, "in_proj_z": values, "in_proj_b": heads, "in_proj_a": heads}
+    for layer in linear.layers:
+        prefix = f"{layer_prefix(layer)}linear_attn."
+        for name, order in rows.items():
+            if f"{prefix}{name}.weight" in read:
+                read[f"{prefix}{name}.weight"] = read[f"{prefix}{name}.weight"][order]
+        read[f"{prefix}out_proj.weight"] = read[f"{prefix}out_proj.weight"][:, values]
+        read[f"{prefix}dt_bias"] = read[f"{prefix}dt_bias"][heads]
+        read[f"{prefix}A_log"] = (-read[f"{prefix}A_log"][heads]).log()
+        if linear.names.joint_decay and not linear.names.joint_gate:
+            qkv, z = (read.pop(f"{prefix}in_proj_{name}.weight") for name in ("qkv", "z"))
+            parts = (*qkv.split((keys, keys, linear.values)), z)
+            by_key_head = torch.cat([part.unflatten(0, (linear.key_heads, -1)) for part in parts], dim=1)
+            read[f"{prefix}in_proj_qkvz.weight"] = by_key_head.flatten(0, 1)
 
 
 def _stack_experts(read: dict[str, Tensor], experts: Experts, num_layers: int) -> None:
