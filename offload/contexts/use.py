@@ -1,6 +1,6 @@
 """What a run does with saved contexts: it starts from keys and values that are saved, and saves those it computes.
 
-Every rank restores its own KV heads; what it saves is written by `saver`.
+Every rank restores its own heads; what it saves is written by `saver`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from ..caches.full import FullCache
 from .manifest import FILE_NAME, ContextError, Segment
 from .saver import HeldHeads, SaveOrder, Saver
 from .segments.contents import DamagedError
-from .segments.rows import SegmentRows
+from .segments.rows import SegmentRows, byte_views
+from .segments.state_rows import empty_rows, from_rows
 from .store import ContextStore, SavedPrefix, damaged
 
 _READERS = max(4, min(8, os.cpu_count() or 1))
@@ -173,26 +174,29 @@ class ContextUse:
         """Raises:
         _Damage: a segment is damaged; the first one that is known to be.
         """
-        held = range(self._heads.first, self._heads.stop)
+        held, held_keys = range(self._heads.first, self._heads.stop), range(*self._heads.key_heads)
         manifest, found = prefix.manifest, []
+        of_states = manifest.shape.states
         with ExitStack() as opened:
-            files = []
+            files, state_files = [], []
             for segment in prefix.segments:
                 if segment.first >= stop:
                     break
                 before = manifest.chain_before(manifest.segments.index(segment))
-                for part in segment.parts:
-                    heads = [head for head in range(*part.kv_heads) if head in held]
+                for part in segment.parts if segment.stop != stop else segment.files:
+                    has_states = part in segment.states
+                    heads = [head for head in range(*part.kv_heads) if head in (held_keys if has_states else held)]
                     if heads:
                         try:
                             file = opened.enter_context(manifest.open(prefix.directory, segment, part))
-                            file.token_ids(before)  # nobody else may look at them, and they must be found damaged
+                            if not has_states:
+                                file.token_ids(before)  # nobody else may look at them, and they must be found damaged
                         except DamagedError as error:
                             said: ContextError = damaged(prefix.name, segment, part.file, error)
                             if not (prefix.directory / FILE_NAME).exists():
                                 said = ContextError(f"the context {prefix.name!r} was removed meanwhile")
                             raise _Damage(segment.first, said) from error
-                        files.append((segment, part, file, heads))
+                        (state_files if has_states else files).append((segment, part, file, heads))
 
             @torch.inference_mode()  # which is a thread's own
             def read(layer: int, start: int, pieces: list[Tensor], head: int) -> None:
@@ -225,8 +229,23 @@ class ContextUse:
 
                     full.restore(layer, start, stop, read_heads)
 
+                @torch.inference_mode()
+                def restore_states(layer: int) -> None:
+                    assert of_states and full.states
+                    rows = empty_rows(of_states, len(held_keys))
+                    for segment, part, file, heads in state_files:
+                        try:
+                            for head in heads:
+                                halves = (byte_views([rows], half, head - held_keys.start) for half in (0, 1))
+                                file.read(layer, head, *halves)
+                        except DamagedError as error:
+                            found.append(_Damage(segment.first, damaged(prefix.name, segment, part.file, error)))
+                    full.states.restore(layer, stop, from_rows(rows, of_states))
+
+                layers = [(restore, layer) for layer in range(manifest.shape.num_layers)]
+                layers += [(restore_states, layer) for layer in range(of_states.num_layers if state_files else 0)]
                 try:
-                    for done in [of_layers.submit(restore, layer) for layer in range(manifest.shape.num_layers)]:
+                    for done in [of_layers.submit(*layer) for layer in layers]:
                         if self._ranks.size == 1:
                             yield  # of several, one may have to read again what another has not
                         done.result()
@@ -234,6 +253,8 @@ class ContextUse:
                     of_layers.shutdown(cancel_futures=True)  # nobody may wait for them any more
         if found:
             raise min(found, key=lambda damage: damage.position)
+        if full.states:
+            full.states.restored(stop)
 
     def _start_saving(self, order: SaveOrder) -> Saver | None:
         """Prepares the directory. Segments that this run starts from are kept or shared; what else was saved under the
@@ -336,7 +357,7 @@ class ContextUse:
         if prefix and kept and prefix.directory != order.directory:
             new = True
             try:
-                for part in (part for segment in kept for part in segment.parts):
+                for part in (part for segment in kept for part in segment.files):
                     disk.remove(order.directory / part.file)
                     disk.link(prefix.directory / part.file, order.directory / part.file)
                 disk.sync_directory(order.directory)
