@@ -6,10 +6,10 @@ Every rank restores its own heads; what it saves is written by `saver`.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Generator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -20,9 +20,10 @@ from ...tp.devices import synchronize
 from ...tp.parallel.ranks import Ranks
 from ...tp.units import gib
 from ..caches.full import FullCache
-from .manifest import FILE_NAME, ContextError, Segment
+from .manifest import FILE_NAME, ContextError, Part, Segment
 from .saver import HeldHeads, SaveOrder, Saver
 from .segments.contents import DamagedError
+from .segments.file import SegmentFile
 from .segments.rows import SegmentRows, byte_views
 from .segments.state_rows import empty_rows, from_rows
 from .store import ContextStore, SavedPrefix, damaged
@@ -171,45 +172,37 @@ class ContextUse:
             )
 
     def _read(self, prefix: SavedPrefix, full: FullCache, stop: int) -> Generator[None, None, None]:
-        """Raises:
-        _Damage: a segment is damaged; the first one that is known to be.
+        """Restores the first `stop` tokens; of a model with linear attention that is where a segment ends. Where
+        something is saved, which may go on from whole segments, all of these is checked.
+
+        Raises:
+            _Damage: a segment is damaged; the first one that is known to be.
         """
-        held, held_keys = range(self._heads.first, self._heads.stop), range(*self._heads.key_heads)
-        manifest, found = prefix.manifest, []
-        of_states = manifest.shape.states
+        held, key_heads = range(self._heads.first, self._heads.stop), range(*self._heads.key_heads)
+        shape, found = prefix.manifest.shape, []
         with ExitStack() as opened:
-            files, state_files = [], []
-            for segment in prefix.segments:
-                if segment.first >= stop:
-                    break
-                before = manifest.chain_before(manifest.segments.index(segment))
-                for part in segment.parts if segment.stop != stop else segment.files:
-                    has_states = part in segment.states
-                    heads = [head for head in range(*part.kv_heads) if head in (held_keys if has_states else held)]
-                    if heads:
-                        try:
-                            file = opened.enter_context(manifest.open(prefix.directory, segment, part))
-                            if not has_states:
-                                file.token_ids(before)  # nobody else may look at them, and they must be found damaged
-                        except DamagedError as error:
-                            said: ContextError = damaged(prefix.name, segment, part.file, error)
-                            if not (prefix.directory / FILE_NAME).exists():
-                                said = ContextError(f"the context {prefix.name!r} was removed meanwhile")
-                            raise _Damage(segment.first, said) from error
-                        (state_files if has_states else files).append((segment, part, file, heads))
+            segments = [one for one in prefix.segments if one.first < stop]
+            files = list(_opened(opened, prefix, segments, lambda segment: segment.parts, held))
+            saves = self._order is not None
+            ending = [one for one in segments if saves or one.stop == stop]
+            of_states = list(_opened(opened, prefix, ending, lambda segment: segment.states, key_heads))
 
             @torch.inference_mode()  # which is a thread's own
             def read(layer: int, start: int, pieces: list[Tensor], head: int) -> None:
-                halves = [SegmentRows.of(pieces, half, head - held.start, manifest.shape.row_bytes) for half in (0, 1)]
-                for segment, part, file, heads in files:
-                    if head not in heads or segment.stop <= start:
+                halves = [SegmentRows.of(pieces, half, head - held.start, shape.row_bytes) for half in (0, 1)]
+                for one in files:
+                    segment = one.segment
+                    if head not in one.heads or (segment.stop <= start and not saves):
                         continue
-                    saved = segment.first + file.contents.first_token(layer)
+                    saved = segment.first + one.file.contents.first_token(layer)
                     rows = saved - start, min(segment.stop, stop) - start
                     try:
-                        file.read(layer, head, *(list(half.cut(*rows)) for half in halves))
+                        if segment.stop <= start:
+                            one.file.check(layer, head)
+                        else:
+                            one.file.read(layer, head, *(list(half.cut(*rows)) for half in halves))
                     except DamagedError as error:
-                        found.append(_Damage(segment.first, damaged(prefix.name, segment, part.file, error)))
+                        found.append(one.damage(prefix, error))
                         break
 
             # What is packed, or goes to a GPU or a disk, is staged: a layer at a time, whose heads are read at once.
@@ -221,7 +214,7 @@ class ContextUse:
                 @torch.inference_mode()
                 def restore(layer: int) -> None:
                     first = full.first_restored(layer, stop)
-                    saved = {segment.first + file.contents.first_token(layer) for segment, _, file, _ in files}
+                    saved = {one.segment.first + one.file.contents.first_token(layer) for one in files}
                     start = max((one for one in saved if one <= first), default=0)
 
                     def read_heads(pieces: list[Tensor]) -> None:
@@ -230,22 +223,27 @@ class ContextUse:
                     full.restore(layer, start, stop, read_heads)
 
                 @torch.inference_mode()
-                def restore_states(layer: int) -> None:
-                    assert of_states and full.states
-                    rows = empty_rows(of_states, len(held_keys))
-                    for segment, part, file, heads in state_files:
+                def restore_state(layer: int) -> None:
+                    assert shape.states and full.states
+                    rows = empty_rows(shape.states, len(key_heads))
+                    for one in of_states:
                         try:
-                            for head in heads:
-                                halves = (byte_views([rows], half, head - held_keys.start) for half in (0, 1))
-                                file.read(layer, head, *halves)
+                            for head in one.heads:
+                                if one.segment.stop == stop:
+                                    halves = (byte_views([rows], half, head - key_heads.start) for half in (0, 1))
+                                    one.file.read(layer, head, *halves)
+                                else:
+                                    one.file.check(layer, head)
                         except DamagedError as error:
-                            found.append(_Damage(segment.first, damaged(prefix.name, segment, part.file, error)))
-                    full.states.restore(layer, stop, from_rows(rows, of_states))
+                            found.append(one.damage(prefix, error))
+                    full.states.restore(layer, stop, from_rows(rows, shape.states))
 
-                layers = [(restore, layer) for layer in range(manifest.shape.num_layers)]
-                layers += [(restore_states, layer) for layer in range(of_states.num_layers if state_files else 0)]
+                tasks = [partial(restore, layer) for layer in range(shape.num_layers)]
+                if shape.states and stop:
+                    assert any(one.segment.stop == stop for one in of_states), "states are behind whole segments"
+                    tasks += [partial(restore_state, layer) for layer in range(shape.states.num_layers)]
                 try:
-                    for done in [of_layers.submit(*layer) for layer in layers]:
+                    for done in [of_layers.submit(task) for task in tasks]:
                         if self._ranks.size == 1:
                             yield  # of several, one may have to read again what another has not
                         done.result()
@@ -374,6 +372,50 @@ class _Damage(Exception):
     def __init__(self, position: int, error: ContextError) -> None:
         super().__init__(str(error))
         self.position, self.error = position, error
+
+
+@dataclass(frozen=True)
+class _OpenFile:
+    """A segment's file, open, of which a rank holds some heads."""
+
+    segment: Segment
+    file: SegmentFile
+    name: str
+    heads: Sequence[int]
+
+    def damage(self, prefix: SavedPrefix, error: DamagedError) -> _Damage:
+        return _Damage(self.segment.first, damaged(prefix.name, self.segment, self.name, error))
+
+
+def _opened(
+    opened: ExitStack,
+    prefix: SavedPrefix,
+    segments: Sequence[Segment],
+    parts_of: Callable[[Segment], Sequence[Part]],
+    held: range,
+) -> Iterator[_OpenFile]:
+    """Opens the files of some segments that have heads which a rank holds.
+
+    Raises:
+        _Damage: one is damaged, or not there.
+    """
+    manifest = prefix.manifest
+    for segment in segments:
+        before = manifest.chain_before(manifest.segments.index(segment))
+        for part in parts_of(segment):
+            heads = [head for head in range(*part.kv_heads) if head in held]
+            if not heads:
+                continue
+            try:
+                file = opened.enter_context(manifest.open(prefix.directory, segment, part))
+                if part in segment.parts:
+                    file.token_ids(before)  # nobody else may look at them, and they must be found damaged
+            except DamagedError as error:
+                said: ContextError = damaged(prefix.name, segment, part.file, error)
+                if not (prefix.directory / FILE_NAME).exists():
+                    said = ContextError(f"the context {prefix.name!r} was removed meanwhile")
+                raise _Damage(segment.first, said) from error
+            yield _OpenFile(segment, file, part.file, heads)
 
 
 def _not_saved(order: SaveOrder, failure: str) -> str:
