@@ -254,8 +254,8 @@ class SequenceSetup:
             kept.forget_all()
         whole = contexts.save is not None
         text, shared = kept.find(prompt, reuse, whole=whole)
-        if whole and self.target.part.kept_windows:
-            text, shared = None, 0  # at the ends of the segments that are saved its windows are gone
+        if whole and (self.target.part.kept_windows or self.target.part.linear):
+            text, shared = None, 0  # at the ends of the segments that are saved its windows, or states, are gone
         more = contexts.prefix.tokens - shared if contexts.prefix else 0
         if more > (self.target.tiling.prefill_rows if shared else 0):
             text, shared = None, 0

@@ -408,7 +408,8 @@ class FullCache:
             self.blocks.restore(place, stop, read)
 
     def restored(self, length: int, computed_with: Sequence[int | None] = (None,)) -> None:
-        """Says that every layer holds `length` tokens now, put there by `restore`, and nothing else.
+        """Says that every layer holds `length` tokens now, put there by `restore`, and nothing else. States are those
+        behind them already, or `length` is 0.
 
         Args: `computed_with` are the numbers of the arithmetic that computed them, see `computed_with`.
         """
@@ -416,6 +417,8 @@ class FullCache:
         self._begin = self._stop = length
         self._restored, self._restored_with = length, tuple(computed_with)
         self._mass.forget()
+        if self.states and not length:
+            self.states.restart(0)
 
     def computed_with(self, first: int, stop: int) -> tuple[int | None, ...]:
         """The numbers of the arithmetic that computed the tokens from `first` to `stop`: what was restored keeps its
@@ -430,6 +433,12 @@ class FullCache:
         if self.states:
             length = self.states.reachable(length)
         return length if self.windows.reaches(length) else 0
+
+    def holds_segment(self, first: int, stop: int) -> bool:
+        """Whether what is saved of the tokens from `first` to `stop` beside all keys and values is there: what windows
+        see before the end, or before a few tokens less, and the states behind it."""
+        seen = (one for one in (stop, max(first, stop - RECENT_ROWS)) if one)
+        return all(map(self.windows.reaches, seen)) and (not self.states or self.states.holds(stop))
 
     def keep_states_at(self, positions: Sequence[int]) -> None:
         """See `States.keep_at`."""

@@ -276,6 +276,56 @@ class States:
         every = zip(self._working, self._committed, self._rows, strict=True)
         return all(working.position == length or rows.has(state.position, length) for working, state, rows in every)
 
+    def _behind(self, layer: int, position: int) -> _State | None:
+        """The state of a layer behind so many tokens, if it is there itself."""
+        kept = self._kept.get(position, ())
+        if len(kept) == len(self._working):
+            return kept[layer]
+        both = self._working[layer], self._committed[layer]
+        return next((state for state in both if state.position == position), None)
+
+    def holds(self, position: int) -> bool:
+        """Whether the states behind so many tokens are there themselves, so that they can be exported."""
+        return all(self._behind(layer, position) for layer in range(len(self._working)))
+
+    def export(self, layer: int, position: int) -> Callable[[], Tensor]:
+        """Copies the state of a layer behind so many tokens, which it `holds`. What it gives can be called in another
+        thread.
+
+        Returns:
+            What gives `[key_heads, key_head_numbers]` float32 in host memory: of each key head the states of its value
+            heads, then of the tokens that the convolution still sees its query, its key and its values.
+        """
+        state = self._behind(layer, position)
+        assert state, "it is gone"
+        copy, linear = state.copy_on_host(), self._linear
+
+        def by_key_head() -> Tensor:
+            widths = linear.keys, linear.keys, linear.values
+            parts = [part.unflatten(1, (linear.key_heads, -1)) for part in copy.past.float().split(widths, dim=1)]
+            past = torch.cat(parts, dim=2).transpose(0, 1)  # [key_heads, kernel - 1, channels of one]
+            return torch.cat((copy.state.reshape(linear.key_heads, -1), past.flatten(1)), dim=1)
+
+        return by_key_head
+
+    def restore(self, layer: int, position: int, numbers: Tensor) -> None:
+        """Takes what `export` gave of a layer behind so many tokens; `restored` follows once all layers have theirs."""
+        linear, state = self._linear, self._committed[layer]
+        together = linear.value_heads // linear.key_heads
+        past_numbers = (linear.kernel - 1) * (linear.channels // linear.key_heads)
+        of_state, of_past = numbers.split((numbers.shape[1] - past_numbers, past_numbers), dim=1)
+        past = of_past.unflatten(1, (linear.kernel - 1, -1)).transpose(0, 1)  # [kernel - 1, key_heads, any]
+        widths = linear.key_dim, linear.key_dim, together * linear.value_dim
+        state.position = position
+        state.state.copy_(of_state.reshape(linear.state_shape))
+        state.past.copy_(torch.cat([part.flatten(1) for part in past.split(widths, dim=2)], dim=1))
+
+    def restored(self, position: int) -> None:
+        """Says that every layer has the state behind so many tokens now, put there by `restore`, and nothing else."""
+        self._kept = {}
+        self._drop_others(position)
+        self._went_to(position)
+
     def rollback(self, length: int) -> None:
         """Takes back all tokens from position `length` on, which is reachable."""
         if not self._can_go_on(length):

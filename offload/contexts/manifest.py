@@ -19,12 +19,13 @@ import xxhash
 
 from ...tp.errors import TriforceError
 from .disk import Disk
-from .segments.contents import DTYPES, PACKABLE, SEGMENT, Contents, Shape
+from .segments.contents import DTYPES, PACKABLE, SEGMENT, Contents, Shape, StatesShape
 from .segments.file import SegmentFile
 
 FILE_NAME = "manifest.json"
-VERSION = 3
-"""The newest format. A manifest without packed segments says 1, which older versions read too."""
+VERSION = 4
+"""The newest format, of manifests with states. One says the least that it needs, so that older versions read it: 3 with
+layers of which the last tokens are saved, 2 with packed segments, else 1."""
 
 MOST_BYTES = 2**24
 """Of a manifest that is read: tens of thousands of segments."""
@@ -33,6 +34,7 @@ _MOST_TOKENS = 2**31 - 1
 _MOST_LAYERS = 4096
 _MOST_HEADS = 4096
 _MOST_HEAD_DIM = 2**16
+_MOST_NUMBERS = 2**28
 _MOST_ARITHMETICS = 1024
 LATEST = 253_402_300_800.0
 """The end of the year 9999, in seconds since 1970."""
@@ -50,11 +52,11 @@ class ContextError(TriforceError):
 
 @dataclass(frozen=True)
 class Part:
-    """A file with some KV heads of a segment."""
+    """A file with some heads of a segment."""
 
     file: str
     kv_heads: tuple[int, int]
-    """The first, and the one behind the last."""
+    """The first, and the one behind the last; of states, key heads."""
     checksum: str
     """Of the checksums within."""
 
@@ -74,6 +76,12 @@ class Segment:
     """The numbers of the arithmetic that computed its keys and values (`kernels.arithmetic`, rank 0's), in the order
     of first use; `None` is one that is not known: a GPU's, or an earlier version's. There are several where a text
     grew: a last segment that is not full is written again with what follows it, which may be computed elsewhere."""
+    states: tuple[Part, ...] = ()
+    """Files with the states behind the last token, of a model with linear attention."""
+
+    @property
+    def files(self) -> tuple[Part, ...]:
+        return *self.parts, *self.states
 
     @property
     def stop(self) -> int:
@@ -147,8 +155,11 @@ class Manifest:
 
     def contents(self, segment: Segment, part: Part) -> Contents:
         """What a file must hold."""
-        of = segment.first, segment.tokens, segment.chain, part.kv_heads, segment.packed
-        return Contents(self.shape, self.fingerprint, *of)
+        of = self.fingerprint, segment.first, segment.tokens, segment.chain, part.kv_heads
+        states = self.shape.states
+        if states and part in segment.states:
+            return Contents(states.as_rows, *of, state_rows=states.rows)
+        return Contents(self.shape, *of, segment.packed)
 
     def open(self, directory: Path, segment: Segment, part: Part) -> SegmentFile:
         """Raises:
@@ -158,12 +169,16 @@ class Manifest:
 
     def write(self, disk: Disk, directory: Path) -> None:
         """Puts it in place of the one in `directory`, durably."""
-        version = VERSION if self.shape.last_tokens else 2 if self.packed_segments else 1
+        shape = self.shape
+        version = VERSION if shape.states else 3 if shape.last_tokens else 2 if self.packed_segments else 1
         described = {"format": version, **asdict(self)}
         if self.origin == "operator":
             del described["origin"]  # as in manifests of versions that know no other
-        if not self.shape.last_tokens:
+        if not shape.last_tokens:
             del described["shape"]["last_tokens"]  # the same
+        if not shape.states:
+            for one in (described["shape"], *described["segments"]):
+                del one["states"]
         content = json.dumps(described | {"checksum": _checksum(described)}, ensure_ascii=False, indent=1)
         disk.write_whole(directory / FILE_NAME, content.encode())
 
@@ -213,7 +228,7 @@ class Manifest:
                 _refuse(f"its segment at {segment.first} does not go on from {at}")
             segments.append(segment)
             at = segment.stop
-        files = [part.file for segment in segments for part in segment.parts]
+        files = [part.file for segment in segments for part in segment.files]
         if len(set(files)) < len(files):
             _refuse("it names a file twice")
         frame = raw["frame"]
@@ -253,14 +268,9 @@ def _content(path: Path) -> bytes:
 
 def _segment(raw: dict[str, Any], shape: Shape) -> Segment:
     first = _whole(raw["first"], "first", _MOST_TOKENS, least=0)
-    parts = tuple(map(_part, raw["parts"]))
-    at = 0
-    for part in parts:
-        if part.kv_heads[0] != at or part.kv_heads[1] <= at:
-            _refuse(f"its segment at {first} has KV heads {part.kv_heads} behind {at}")
-        at = part.kv_heads[1]
-    if at != shape.num_kv_heads:
-        _refuse(f"its segment at {first} lacks KV heads")
+    parts = _parts(raw["parts"], shape.num_kv_heads, f"its segment at {first}")
+    key_heads = shape.states.key_heads if shape.states else 0
+    states = _parts(raw.get("states", []), key_heads, f"the states of its segment at {first}")
     packed = _truth(raw.get("packed", False), "packed")
     if packed and shape.dtype != PACKABLE:
         _refuse(f"its segment at {first} cannot be packed")
@@ -269,7 +279,19 @@ def _segment(raw: dict[str, Any], shape: Shape) -> Segment:
         _refuse_value("arithmetic", numbers)
     arithmetic = tuple(one if one is None else _whole(one, "arithmetic", 2**63, least=0) for one in numbers)
     tokens = _whole(raw["tokens"], "tokens", _MOST_TOKENS)
-    return Segment(first, tokens, _hash(raw["chain"], "chain"), parts, packed, arithmetic)
+    return Segment(first, tokens, _hash(raw["chain"], "chain"), parts, packed, arithmetic, states)
+
+
+def _parts(raw: list[Any], num_heads: int, of: str) -> tuple[Part, ...]:
+    """Files that have all of so many heads, each once."""
+    parts, at = tuple(map(_part, raw)), 0
+    for part in parts:
+        if part.kv_heads[0] != at or part.kv_heads[1] <= at:
+            _refuse(f"{of} has heads {part.kv_heads} behind {at}")
+        at = part.kv_heads[1]
+    if at != num_heads:
+        _refuse(f"{of} has {at} heads instead of {num_heads}")
+    return parts
 
 
 def _part(raw: dict[str, Any]) -> Part:
@@ -292,7 +314,16 @@ def _shape(raw: dict[str, Any]) -> Shape:
     if type(given) is not list or len(given) not in (0, layers):
         _refuse_value("last_tokens", given)
     last_tokens = tuple(_whole(one, "last_tokens", _MOST_TOKENS, least=0) for one in given)
-    return Shape(layers, heads, head_dim, dtype, last_tokens)
+    states = raw.get("states")
+    return Shape(layers, heads, head_dim, dtype, last_tokens, None if states is None else _states(states))
+
+
+def _states(raw: dict[str, Any]) -> StatesShape:
+    return StatesShape(
+        _whole(raw["num_layers"], "num_layers", _MOST_LAYERS),
+        _whole(raw["key_heads"], "key_heads", _MOST_HEADS),
+        _whole(raw["numbers"], "numbers", _MOST_NUMBERS),
+    )
 
 
 def _whole(value: object, name: str, most: int, least: int = 1) -> int:

@@ -6,7 +6,7 @@ import secrets
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -22,7 +22,7 @@ from ..caches.recent_mass import RECENT_ROWS
 from .fingerprint import fingerprint
 from .manifest import NO_FRAME, ContextError, Frame, Manifest, Origin, Segment
 from .saver import HeldHeads, SaveOrder
-from .segments.contents import PACKABLE, Shape
+from .segments.contents import PACKABLE, Shape, StatesShape
 from .store import ContextStore, SavedPrefix
 from .use import ContextUse
 
@@ -73,7 +73,8 @@ class ModelContexts:
         self.store, self._directory, self._name = store, directory, name
         config = target.config
         dtype = str(target.dtype).removeprefix("torch.")
-        self.shape = Shape(config.kv_layers, config.num_kv_heads, config.head_dim, dtype, _last_tokens(config))
+        kv = config.kv_layers, config.num_kv_heads, config.head_dim, dtype
+        self.shape = Shape(*kv, _last_tokens(config), _states(config))
         self._config, self._dtype, self._ranks = config, target.dtype, target.ranks
         self.packs = pack == "on" or (pack == "auto" and dtype == PACKABLE and packs_fast(torch.device("cpu")))
         """Whether what is saved is packed. What is saved already stays as it is."""
@@ -164,7 +165,9 @@ class ModelContexts:
                 warnings = (_unsaved(str(error)),)
         if prefix:
             restorable = self._restorable(prefix, min(prefix.tokens, reusable), save)
-            prefix = SavedPrefix(prefix.directory, prefix.manifest, restorable) if restorable else None
+            # Nothing may be restored of what is saved anew, which is known all the same.
+            known = restorable or (save and save.directory == prefix.directory)
+            prefix = replace(prefix, tokens=restorable) if known else None
         return ContextPlan(prefix, save, warnings)
 
     def _plan_saving(
@@ -192,26 +195,29 @@ class ModelContexts:
         """
         if not plan.prefix and not plan.save and not plan.warnings:
             return None
-        held = self._heads_of(self._ranks.rank)
-        writes = self._ranks.rank == 0 or self._heads_of(self._ranks.rank - 1) != held
-        heads = HeldHeads(held.start, held.stop, writes)
+        held = self._split_of(self._ranks.rank)
+        writes = self._ranks.rank == 0 or self._split_of(self._ranks.rank - 1).kv_heads != held.kv_heads
+        heads = HeldHeads(*_bounds(held.kv_heads), writes, _bounds(held.key_heads))
         use = ContextUse(self.store, self._ranks, heads, plan.prefix, plan.save, synchronize)
         use.warnings += plan.warnings
         return use
 
     def _restorable(self, prefix: SavedPrefix, tokens: int, save: SaveOrder | None) -> int:
         """How many of so many leading tokens a run can start from. Of layers that keep the last tokens only, those at
-        the end of each segment are saved."""
-        if not self._config.kept_windows:
+        the end of each segment are saved, and states are saved behind these ends alone."""
+        if not self._config.kept_windows and not self._config.linear:
             return tokens
+        ends = [0, *(segment.stop for segment in prefix.manifest.segments)]
         if save:
             size = save.manifest.segment_tokens
             if prefix.manifest.segment_tokens != size:
                 return 0  # what is saved goes on from whole segments
+            tokens = min(tokens, len(save.token_ids))  # what is saved ends there
             # What is written again is to hold what its windows see before its last few tokens, too.
             first = tokens // size * size
             tokens = max(first, min(tokens, min(first + size, len(save.token_ids)) - RECENT_ROWS))
-        ends = [0, *(segment.stop for segment in prefix.manifest.segments)]
+        if self._config.linear:
+            return max(end for end in ends if end <= tokens)
         reached = next((end for end in ends if end >= tokens), tokens)
         return tokens if reached - tokens <= RECENT_ROWS else max(end for end in ends if end <= tokens)
 
@@ -219,12 +225,23 @@ class ModelContexts:
         named = self._name, self.fingerprint, self.shape, len(token_ids), time.time(), request.frame
         origin = "operator" if self.store.origin_of(name) == "operator" else request.origin
         manifest = Manifest(*named, self.store.segment_tokens, origin=origin)
-        parts = dict.fromkeys((held.start, held.stop) for held in map(self._heads_of, range(self._ranks.size)))
-        options = request.required, self.packs, request.origin
-        return SaveOrder(self.store.directory(name), manifest, token_ids, secrets.token_hex(4), tuple(parts), *options)
+        held = [self._split_of(rank) for rank in range(self._ranks.size)]
+        parts = dict.fromkeys(_bounds(one.kv_heads) for one in held)
+        states = tuple(_bounds(one.key_heads) for one in held) if self.shape.states else ()
+        return SaveOrder(
+            self.store.directory(name),
+            manifest,
+            token_ids,
+            secrets.token_hex(4),
+            tuple(parts),
+            states,
+            required=request.required,
+            packed=self.packs,
+            origin=request.origin,
+        )
 
-    def _heads_of(self, rank: int) -> slice:
-        return Split.of(self._config, Ranks(rank, self._ranks.size, self._ranks.size)).kv_heads
+    def _split_of(self, rank: int) -> Split:
+        return Split.of(self._config, Ranks(rank, self._ranks.size, self._ranks.size))
 
     def _rope_is_fixed(self, prompt_tokens: int) -> bool:
         rope = self._config.rope
@@ -237,6 +254,16 @@ def _last_tokens(config: ModelConfig) -> tuple[int, ...]:
     windows = config.kept_windows
     lasts = (windows[layer] + RECENT_ROWS if layer in windows else 0 for layer in range(config.kv_layers))
     return tuple(lasts) if windows else ()
+
+
+def _bounds(heads: slice) -> tuple[int, int]:
+    """The first, and the one behind the last."""
+    return heads.start, heads.stop
+
+
+def _states(config: ModelConfig) -> StatesShape | None:
+    linear = config.linear
+    return StatesShape(len(linear.layers), linear.key_heads, linear.key_head_numbers) if linear else None
 
 
 def _must_save(request: ContextRequest) -> bool:

@@ -1,7 +1,8 @@
 """Writes what a run computes of a text to segments of a saved context, beside the work.
 
-Every rank writes its own KV heads; of a head that several ranks hold, the first of them writes it. A thread writes a
-segment while the next one is computed; rank 0 enters it into the manifest once all ranks' files are there.
+Every rank writes its own KV heads; of a head that several ranks hold, the first of them writes it. So it does with the
+states of its own key heads, as they are behind the segment. A thread writes a segment while the next one is computed;
+rank 0 enters it into the manifest once all ranks' files are there.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ from torch import Tensor
 
 from ...tp.parallel.ranks import Ranks
 from ..caches.full import FullCache
-from ..caches.recent_mass import RECENT_ROWS
 from ..transfer.link import LinkError
 from .manifest import ContextError, Manifest, Origin, Part, Segment
 from .segments.contents import DamagedError, chained
 from .segments.file import SegmentFile
+from .segments.state_rows import as_rows
 from .segments.writing import write_segment
 from .store import ContextStore
 
@@ -43,6 +44,8 @@ class SaveOrder:
     """Part of the names of the files that this run writes, so that no file is ever written twice."""
     parts: tuple[tuple[int, int], ...]
     """The KV heads of each file of a segment."""
+    states: tuple[tuple[int, int], ...] = ()
+    """The key heads of each file with states."""
     required: bool = False
     """Whether the run is for nothing if it cannot be saved."""
     packed: bool = False
@@ -59,6 +62,8 @@ class HeldHeads:
     stop: int
     writes: bool
     """Whether it is the first rank that holds them."""
+    key_heads: tuple[int, int] = (0, 0)
+    """Those of linear attention, which no other rank holds: the first, and the one behind the last."""
 
 
 class Saver:
@@ -98,14 +103,18 @@ class Saver:
             stop = min(first + self._manifest.segment_tokens, tokens)
             if stop > full.length or not self._agree():
                 return
-            if not all(full.reachable(one) == one for one in (stop, max(first, stop - RECENT_ROWS))):
-                self.failure = "its layers with sliding windows have not kept what is to be saved"
+            if not full.holds_segment(first, stop):
+                self.failure = "its layers with sliding windows or states have not kept what is to be saved"
                 return
             full.blocks.drain()
-            layers = [full.export(layer, first, stop) for layer in range(self._manifest.shape.num_layers)]
+            shape = self._manifest.shape
+            layers = [full.export(layer, first, stop) for layer in range(shape.num_layers)]
+            states = []
+            if full.states and shape.states:
+                states = [full.states.export(layer, stop) for layer in range(shape.states.num_layers)]
             self._saved = stop
             computed_with = full.computed_with(first, stop)
-            self._writing = self._thread.submit(self._write, first, stop, layers, computed_with)
+            self._writing = self._thread.submit(self._write, first, stop, layers, states, computed_with)
 
     def _agree(self) -> bool:
         """Waits until the segment before is written, by all ranks, however long their disks take; whether that went
@@ -143,23 +152,41 @@ class Saver:
             self._writing = None
 
     def _write(
-        self, first: int, stop: int, layers: list[Callable[[], list[Tensor]]], computed_with: tuple[int | None, ...]
+        self,
+        first: int,
+        stop: int,
+        layers: list[Callable[[], list[Tensor]]],
+        states: list[Callable[[], Tensor]],
+        computed_with: tuple[int | None, ...],
     ) -> None:
         order, heads = self._order, self._heads
         token_ids = order.token_ids[first:stop]
         chain = chained(self._manifest.segments[-1].chain if first else order.manifest.fingerprint, token_ids)
-        parts = tuple(self._part(first, stop, held) for held in order.parts)
-        segment = Segment(first, stop - first, chain, parts, order.packed, computed_with)
+        name = f"{first:09d}-{stop:09d}"
+        parts = tuple(self._part(f"{name}.h", held) for held in order.parts)
+        of_states = tuple(self._part(f"{name}.s", held) for held in order.states)
+        segment = Segment(first, stop - first, chain, parts, order.packed, computed_with, of_states)
         if heads.writes:
-            part = self._part(first, stop, (heads.first, heads.stop))
+            part = self._part(f"{name}.h", (heads.first, heads.stop))
             contents = self._manifest.contents(segment, part)
             if order.origin == "client":
                 self._store.check_reserve(contents.shape.saved_bytes(segment.tokens, segment.tokens, order.packed))
             layer_by_layer = (pieces() for pieces in layers)
             write_segment(self._store.disk, order.directory / part.file, contents, token_ids, layer_by_layer)
         layers.clear()  # they may hold copies
+        if states:
+            part = self._part(f"{name}.s", heads.key_heads)
+            layer_by_layer = ([as_rows(numbers())] for numbers in states)
+            contents = self._manifest.contents(segment, part)
+            write_segment(self._store.disk, order.directory / part.file, contents, [], layer_by_layer)
+        states.clear()
         if self._ranks.rank == 0:
-            segment = replace(segment, parts=tuple(self._await(segment, part) for part in segment.parts))
+            written = {part: self._await(segment, part) for part in segment.files}
+            segment = replace(
+                segment,
+                parts=tuple(written[part] for part in segment.parts),
+                states=tuple(written[part] for part in segment.states),
+            )
         self._manifest = replace(self._manifest, segments=(*self._manifest.segments, segment))
         if self._ranks.rank == 0:
             self._later = [one for one in self._later if one.first >= stop]
@@ -168,9 +195,8 @@ class Saver:
             written.write(self._store.disk, order.directory)
             self._store.tidy(order.directory.name, written.segments, order.salt)
 
-    def _part(self, first: int, stop: int, heads: tuple[int, int]) -> Part:
-        name = f"{first:09d}-{stop:09d}.h{heads[0]}-{heads[1]}.{self._order.salt}.safetensors"
-        return Part(name, heads, "")
+    def _part(self, name: str, heads: tuple[int, int]) -> Part:
+        return Part(f"{name}{heads[0]}-{heads[1]}.{self._order.salt}.safetensors", heads, "")
 
     def _await(self, segment: Segment, part: Part) -> Part:
         """The part with its checksum, once the rank that writes it has done so."""

@@ -34,7 +34,9 @@ _NAME = re.compile(r"\w[\w .+@=-]{0,99}")
 _MARKER = ".triforce-context"
 """An empty file in directories that the store has made: nothing of others is removed as a whole."""
 
-_WRITTEN = re.compile(r"\d+-\d+\.h\d+-\d+\.\w+\.safetensors|\..+\.safetensors\.new|\.manifest\.json\.new|\.\w+\.probe")
+_WRITTEN = re.compile(
+    r"\d+-\d+\.[hs]\d+-\d+\.\w+\.safetensors|\..+\.safetensors\.new|\.manifest\.json\.new|\.\w+\.probe"
+)
 """Files that the store writes into a context's directory, beside the manifest and the marker."""
 
 _LEAST_RESERVE, _MOST_RESERVE = 2**30, 10 * 2**30
@@ -362,7 +364,7 @@ class ContextStore:
 
         Args: `salt` is in the names of files that are being written, by this rank and by others that may be ahead.
         """
-        named = {FILE_NAME, *(part.file for segment in segments for part in segment.parts)}
+        named = {FILE_NAME, *(part.file for segment in segments for part in segment.files)}
         for path in self._files(name):
             if _WRITTEN.fullmatch(path.name) and path.name not in named and not (salt and f".{salt}." in path.name):
                 with suppress(OSError):  # it takes room, no more
@@ -432,11 +434,12 @@ class ContextStore:
         manifest = self.load(name)
         for index, segment in enumerate(manifest.segments):
             wrong = None
-            for part in segment.parts:
+            for part in segment.files:
                 try:
                     with manifest.open(self.directory(name), segment, part) as file:
-                        file.token_ids(manifest.chain_before(index))
-                        for layer in range(manifest.shape.num_layers):
+                        if part in segment.parts:
+                            file.token_ids(manifest.chain_before(index))
+                        for layer in range(file.contents.shape.num_layers):
                             for head in range(*part.kv_heads):
                                 file.check(layer, head)
                 except DamagedError as error:

@@ -1,15 +1,15 @@
 """What a run does with saved contexts: it starts from keys and values that are saved, and saves those it computes.
 
-Every rank restores its own KV heads; what it saves is written by `saver`.
+Every rank restores its own heads; what it saves is written by `saver`.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Generator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -20,10 +20,12 @@ from ...tp.devices import synchronize
 from ...tp.parallel.ranks import Ranks
 from ...tp.units import gib
 from ..caches.full import FullCache
-from .manifest import FILE_NAME, ContextError, Segment
+from .manifest import FILE_NAME, ContextError, Part, Segment
 from .saver import HeldHeads, SaveOrder, Saver
 from .segments.contents import DamagedError
-from .segments.rows import SegmentRows
+from .segments.file import SegmentFile
+from .segments.rows import SegmentRows, byte_views
+from .segments.state_rows import empty_rows, from_rows
 from .store import ContextStore, SavedPrefix, damaged
 
 _READERS = max(4, min(8, os.cpu_count() or 1))
@@ -170,42 +172,37 @@ class ContextUse:
             )
 
     def _read(self, prefix: SavedPrefix, full: FullCache, stop: int) -> Generator[None, None, None]:
-        """Raises:
-        _Damage: a segment is damaged; the first one that is known to be.
+        """Restores the first `stop` tokens; of a model with linear attention that is where a segment ends. Where
+        something is saved, which may go on from whole segments, all of these is checked.
+
+        Raises:
+            _Damage: a segment is damaged; the first one that is known to be.
         """
-        held = range(self._heads.first, self._heads.stop)
-        manifest, found = prefix.manifest, []
+        held, key_heads = range(self._heads.first, self._heads.stop), range(*self._heads.key_heads)
+        shape, found = prefix.manifest.shape, []
         with ExitStack() as opened:
-            files = []
-            for segment in prefix.segments:
-                if segment.first >= stop:
-                    break
-                before = manifest.chain_before(manifest.segments.index(segment))
-                for part in segment.parts:
-                    heads = [head for head in range(*part.kv_heads) if head in held]
-                    if heads:
-                        try:
-                            file = opened.enter_context(manifest.open(prefix.directory, segment, part))
-                            file.token_ids(before)  # nobody else may look at them, and they must be found damaged
-                        except DamagedError as error:
-                            said: ContextError = damaged(prefix.name, segment, part.file, error)
-                            if not (prefix.directory / FILE_NAME).exists():
-                                said = ContextError(f"the context {prefix.name!r} was removed meanwhile")
-                            raise _Damage(segment.first, said) from error
-                        files.append((segment, part, file, heads))
+            segments = [one for one in prefix.segments if one.first < stop]
+            files = list(_opened(opened, prefix, segments, lambda segment: segment.parts, held))
+            saves = self._order is not None
+            ending = [one for one in segments if saves or one.stop == stop]
+            of_states = list(_opened(opened, prefix, ending, lambda segment: segment.states, key_heads))
 
             @torch.inference_mode()  # which is a thread's own
             def read(layer: int, start: int, pieces: list[Tensor], head: int) -> None:
-                halves = [SegmentRows.of(pieces, half, head - held.start, manifest.shape.row_bytes) for half in (0, 1)]
-                for segment, part, file, heads in files:
-                    if head not in heads or segment.stop <= start:
+                halves = [SegmentRows.of(pieces, half, head - held.start, shape.row_bytes) for half in (0, 1)]
+                for one in files:
+                    segment = one.segment
+                    if head not in one.heads or (segment.stop <= start and not saves):
                         continue
-                    saved = segment.first + file.contents.first_token(layer)
+                    saved = segment.first + one.file.contents.first_token(layer)
                     rows = saved - start, min(segment.stop, stop) - start
                     try:
-                        file.read(layer, head, *(list(half.cut(*rows)) for half in halves))
+                        if segment.stop <= start:
+                            one.file.check(layer, head)
+                        else:
+                            one.file.read(layer, head, *(list(half.cut(*rows)) for half in halves))
                     except DamagedError as error:
-                        found.append(_Damage(segment.first, damaged(prefix.name, segment, part.file, error)))
+                        found.append(one.damage(prefix, error))
                         break
 
             # What is packed, or goes to a GPU or a disk, is staged: a layer at a time, whose heads are read at once.
@@ -217,7 +214,7 @@ class ContextUse:
                 @torch.inference_mode()
                 def restore(layer: int) -> None:
                     first = full.first_restored(layer, stop)
-                    saved = {segment.first + file.contents.first_token(layer) for segment, _, file, _ in files}
+                    saved = {one.segment.first + one.file.contents.first_token(layer) for one in files}
                     start = max((one for one in saved if one <= first), default=0)
 
                     def read_heads(pieces: list[Tensor]) -> None:
@@ -225,8 +222,28 @@ class ContextUse:
 
                     full.restore(layer, start, stop, read_heads)
 
+                @torch.inference_mode()
+                def restore_state(layer: int) -> None:
+                    assert shape.states and full.states
+                    rows = empty_rows(shape.states, len(key_heads))
+                    for one in of_states:
+                        try:
+                            for head in one.heads:
+                                if one.segment.stop == stop:
+                                    halves = (byte_views([rows], half, head - key_heads.start) for half in (0, 1))
+                                    one.file.read(layer, head, *halves)
+                                else:
+                                    one.file.check(layer, head)
+                        except DamagedError as error:
+                            found.append(one.damage(prefix, error))
+                    full.states.restore(layer, stop, from_rows(rows, shape.states))
+
+                tasks = [partial(restore, layer) for layer in range(shape.num_layers)]
+                if shape.states and stop:
+                    assert any(one.segment.stop == stop for one in of_states), "states are behind whole segments"
+                    tasks += [partial(restore_state, layer) for layer in range(shape.states.num_layers)]
                 try:
-                    for done in [of_layers.submit(restore, layer) for layer in range(manifest.shape.num_layers)]:
+                    for done in [of_layers.submit(task) for task in tasks]:
                         if self._ranks.size == 1:
                             yield  # of several, one may have to read again what another has not
                         done.result()
@@ -234,6 +251,8 @@ class ContextUse:
                     of_layers.shutdown(cancel_futures=True)  # nobody may wait for them any more
         if found:
             raise min(found, key=lambda damage: damage.position)
+        if full.states:
+            full.states.restored(stop)
 
     def _start_saving(self, order: SaveOrder) -> Saver | None:
         """Prepares the directory. Segments that this run starts from are kept or shared; what else was saved under the
@@ -336,7 +355,7 @@ class ContextUse:
         if prefix and kept and prefix.directory != order.directory:
             new = True
             try:
-                for part in (part for segment in kept for part in segment.parts):
+                for part in (part for segment in kept for part in segment.files):
                     disk.remove(order.directory / part.file)
                     disk.link(prefix.directory / part.file, order.directory / part.file)
                 disk.sync_directory(order.directory)
@@ -353,6 +372,50 @@ class _Damage(Exception):
     def __init__(self, position: int, error: ContextError) -> None:
         super().__init__(str(error))
         self.position, self.error = position, error
+
+
+@dataclass(frozen=True)
+class _OpenFile:
+    """A segment's file, open, of which a rank holds some heads."""
+
+    segment: Segment
+    file: SegmentFile
+    name: str
+    heads: Sequence[int]
+
+    def damage(self, prefix: SavedPrefix, error: DamagedError) -> _Damage:
+        return _Damage(self.segment.first, damaged(prefix.name, self.segment, self.name, error))
+
+
+def _opened(
+    opened: ExitStack,
+    prefix: SavedPrefix,
+    segments: Sequence[Segment],
+    parts_of: Callable[[Segment], Sequence[Part]],
+    held: range,
+) -> Iterator[_OpenFile]:
+    """Opens the files of some segments that have heads which a rank holds.
+
+    Raises:
+        _Damage: one is damaged, or not there.
+    """
+    manifest = prefix.manifest
+    for segment in segments:
+        before = manifest.chain_before(manifest.segments.index(segment))
+        for part in parts_of(segment):
+            heads = [head for head in range(*part.kv_heads) if head in held]
+            if not heads:
+                continue
+            try:
+                file = opened.enter_context(manifest.open(prefix.directory, segment, part))
+                if part in segment.parts:
+                    file.token_ids(before)  # nobody else may look at them, and they must be found damaged
+            except DamagedError as error:
+                said: ContextError = damaged(prefix.name, segment, part.file, error)
+                if not (prefix.directory / FILE_NAME).exists():
+                    said = ContextError(f"the context {prefix.name!r} was removed meanwhile")
+                raise _Damage(segment.first, said) from error
+            yield _OpenFile(segment, file, part.file, heads)
 
 
 def _not_saved(order: SaveOrder, failure: str) -> str:

@@ -103,6 +103,12 @@ class LinearAttention:
         """Of a layer's state, float32: `[value_heads, key_dim, value_dim]`."""
         return self.value_heads, self.key_dim, self.value_dim
 
+    @property
+    def key_head_numbers(self) -> int:
+        """Of a layer's state, with what the convolution still sees, those that belong to one key head."""
+        heads, key_dim, value_dim = self.state_shape
+        return (heads * key_dim * value_dim + (self.kernel - 1) * self.channels) // self.key_heads
+
     def state_bytes(self, dtype: torch.dtype) -> int:
         """Of one state of all layers, with the tokens that the convolution still sees."""
         heads, key_dim, value_dim = self.state_shape

@@ -1,4 +1,5 @@
-"""What a segment holds: the keys and values of up to `SEGMENT` consecutive tokens of a context, or of some KV heads."""
+"""What a segment holds: the keys and values of up to `SEGMENT` consecutive tokens of a context, or of some KV heads; of
+a model with linear attention also the states behind the last of them, in files of their own."""
 
 from __future__ import annotations
 
@@ -31,6 +32,36 @@ class DamagedError(Exception):
     """A file that does not hold what it must. The message says what is wrong, without its name."""
 
 
+STATE_ROW = 16
+"""Numbers in a row of a file with states."""
+
+
+@dataclass(frozen=True)
+class StatesShape:
+    """What the states of layers with linear attention are, of a whole model."""
+
+    num_layers: int
+    """With linear attention."""
+    key_heads: int
+    numbers: int
+    """Of a key head in a layer, float32: see `caches.states.States.export`."""
+
+    @property
+    def rows(self) -> int:
+        """Rows of each half of a key head in a layer: its numbers are in two, as keys and values are."""
+        return -(-self.numbers // (2 * STATE_ROW))
+
+    @property
+    def num_bytes(self) -> int:
+        """Behind one token."""
+        return 4 * self.num_layers * self.key_heads * self.numbers
+
+    @property
+    def as_rows(self) -> Shape:
+        """The shape of a file with them."""
+        return Shape(self.num_layers, self.key_heads, STATE_ROW, "float32")
+
+
 @dataclass(frozen=True)
 class Shape:
     """What the keys and values of a token are, of a whole model."""
@@ -42,6 +73,8 @@ class Shape:
     """PyTorch's name for it, such as `bfloat16`."""
     last_tokens: tuple[int, ...] = ()
     """Of each layer how many of a segment's tokens are saved, the last ones; 0, or no entry: all."""
+    states: StatesShape | None = None
+    """What is saved behind the last token of each segment."""
 
     @property
     def row_bytes(self) -> int:
@@ -49,7 +82,13 @@ class Shape:
         return self.head_dim * DTYPES[self.dtype][1]
 
     def kv_bytes(self, tokens: int, segment_tokens: int) -> int:
-        """Bytes of the keys and values that are saved of so many tokens, in segments of so many."""
+        """Bytes of the keys and values that are saved of so many tokens, in segments of so many, and of the states."""
+        return self._kv_bytes(tokens, segment_tokens) + self._state_bytes(tokens, segment_tokens)
+
+    def _state_bytes(self, tokens: int, segment_tokens: int) -> int:
+        return -(-tokens // segment_tokens) * self.states.num_bytes if self.states else 0
+
+    def _kv_bytes(self, tokens: int, segment_tokens: int) -> int:
         whole, rest = divmod(tokens, segment_tokens)
         lasts = [self.last_of(layer) for layer in range(self.num_layers)]
         kept = sum(whole * min(last, segment_tokens) + min(last, rest) if last else tokens for last in lasts)
@@ -64,7 +103,8 @@ class Shape:
         share = Layout(1, PACKED_RUN, self.head_dim).slot_bytes / (PACKED_RUN * self.row_bytes) if packed else 1
         beside = (PACKED_RUN if packed else RUN) - 1
         whole = replace(self, last_tokens=tuple(last and last + beside for last in self.last_tokens))
-        return round(whole.kv_bytes(tokens, segment_tokens) * share)
+        states = self._state_bytes(tokens, segment_tokens)
+        return round(whole._kv_bytes(tokens, segment_tokens) * share) + states
 
 
 @dataclass(frozen=True)
@@ -80,9 +120,11 @@ class Contents:
     chain: str
     """See `chained`: of all token ids from the first of the context to the last of the segment."""
     kv_heads: tuple[int, int]
-    """The model's KV heads that are in the file: the first, and the one behind the last."""
+    """The model's KV heads, or key heads of states, that are in the file: the first, and the one behind the last."""
     packed: bool = False
     """Whether keys and values are packed, where that takes less; only in bfloat16."""
+    state_rows: int = 0
+    """Of a file with the states behind the last token: `StatesShape.rows`. It has no token ids."""
 
     @property
     def heads(self) -> int:
@@ -94,8 +136,18 @@ class Contents:
         return PACKED_RUN if self.packed else RUN
 
     @property
+    def rows(self) -> int:
+        """Rows of keys, or of values, of a head: one for each token, or those of states."""
+        return self.state_rows or self.tokens
+
+    @property
+    def ids_bytes(self) -> int:
+        """Bytes of the token ids."""
+        return 0 if self.state_rows else 4 * self.tokens
+
+    @property
     def runs(self) -> int:
-        return self.runs_of(self.tokens)
+        return self.runs_of(self.rows)
 
     def runs_of(self, tokens: int) -> int:
         """Runs that hold the first `tokens` tokens."""
@@ -112,7 +164,7 @@ class Contents:
 
     def bounds(self, run: int) -> tuple[int, int]:
         """The first token of a run, and the one behind its last, counted in the segment."""
-        return run * self.run, min((run + 1) * self.run, self.tokens)
+        return run * self.run, min((run + 1) * self.run, self.rows)
 
     @property
     def sums_bytes(self) -> int:

@@ -85,14 +85,14 @@ class SegmentFile:
         Raises:
             DamagedError: they are not those that the manifest's chain is of.
         """
-        raw = self._read(self.layout.ids_start, 4 * self.contents.tokens)
+        raw = self._read(self.layout.ids_start, self.contents.ids_bytes)
         ids = np.frombuffer(raw, dtype="<i4")
         if chained(chain, ids) != self.contents.chain:  # pyright: ignore[reportArgumentType]
             raise DamagedError("its token ids are not those in the manifest")
         return ids.tolist()
 
     def check(self, layer: int, kv_head: int) -> None:
-        """Checks all tokens of a KV head in a layer.
+        """Checks all that there is of a head in a layer.
 
         Raises:
             DamagedError: they are not what was written.
@@ -101,7 +101,7 @@ class SegmentFile:
             for first in range(self.contents.first_run(layer), self.contents.runs, _RUNS_AT_ONCE):
                 self._read_runs(self.layout, layer, kv_head, first, min(first + _RUNS_AT_ONCE, self.contents.runs))
         else:
-            size = (self.contents.tokens - self.contents.first_token(layer)) * self.contents.shape.row_bytes
+            size = (self.contents.rows - self.contents.first_token(layer)) * self.contents.shape.row_bytes
             self.read(layer, kv_head, [memoryview(bytearray(size))], [memoryview(bytearray(size))])
 
     def read(self, layer: int, kv_head: int, keys: Sequence[memoryview], values: Sequence[memoryview]) -> None:
@@ -163,6 +163,8 @@ class SegmentFile:
 
     def _compare(self, layer: int, kv_head: int, run: int, checksum: int) -> None:
         if checksum != int(self._sums[layer, kv_head - self.contents.kv_heads[0], run]):
+            if self.contents.state_rows:
+                raise DamagedError(f"the state of layer {layer}, key head {kv_head} is damaged")
             first = self.contents.first + self.contents.bounds(run)[0]
             raise DamagedError(f"layer {layer}, KV head {kv_head} is damaged from position {first:,} on")
 

@@ -14,9 +14,12 @@ head, run and half that says whether it is a slot, the token ids, and checksums 
 Of a layer of which only a segment's last tokens are saved (`Shape.last_tokens`) the runs before the first of these are
 left out; their checksums are 0.
 
-In both every tensor begins at a multiple of 4,096 bytes, so that files can be read past the page cache, and a layer is
-read in one piece. A file may hold some of the model's KV heads, those of one rank. Its header follows from `Contents`,
-and from what is packed: a reader that knows what a file must hold compares the header byte by byte.
+*States*, of layers with linear attention, are in files of their own in the raw layout: the numbers of a key head
+(`caches.states.States.export`), zeros behind them, as keys and values of `STATE_ROW` numbers. They have no token ids.
+
+In all of them every tensor begins at a multiple of 4,096 bytes, so that files can be read past the page cache, and a
+layer is read in one piece. A file may hold some of the model's heads, those of one rank. Its header follows from
+`Contents`, and from what is packed: a reader that knows what a file must hold compares the header byte by byte.
 """
 
 from __future__ import annotations
@@ -58,7 +61,7 @@ class SegmentLayout(ABC):
 
     @property
     def sums_start(self) -> int:
-        return self.ids_start + aligned(4 * self.contents.tokens)
+        return self.ids_start + aligned(self.contents.ids_bytes)
 
     @property
     def file_bytes(self) -> int:
@@ -72,14 +75,16 @@ class SegmentLayout(ABC):
             flags: bytes of `packed`; `None` where there is none.
         """
         contents = self.contents
+        heads = f"{contents.kv_heads[0]}:{contents.kv_heads[1]} of {contents.shape.num_kv_heads}"
+        raw = "triforce-states-1" if contents.state_rows else "triforce-kv-1"
         described: dict[str, object] = {
             "__metadata__": {
-                "format": "triforce-kv-1" if flags is None else "triforce-kv-2",
+                "format": raw if flags is None else "triforce-kv-2",
                 "fingerprint": contents.fingerprint,
                 "first": str(contents.first),
                 "tokens": str(contents.tokens),
                 "chain": contents.chain,
-                "kv_heads": f"{contents.kv_heads[0]}:{contents.kv_heads[1]} of {contents.shape.num_kv_heads}",
+                "key_heads" if contents.state_rows else "kv_heads": heads,
             }
         }
         at = 0
@@ -88,7 +93,7 @@ class SegmentLayout(ABC):
             at += num_bytes
         for name, dtype, width, used in (
             ("packed", "U8", 1, flags),
-            ("token_ids", "I32", 4, 4 * contents.tokens),
+            ("token_ids", "I32", 4, contents.ids_bytes or None),
             ("checksums", "U64", 8, contents.sums_bytes),
         ):
             if used is not None:
@@ -105,18 +110,18 @@ class RawLayout(SegmentLayout):
         super().__init__(contents)
         layers, heads, shape = contents.shape.num_layers, contents.heads, contents.shape
         padded = [self.padded(layer) for layer in range(layers)]
-        self._half_bytes = [tokens * shape.row_bytes for tokens in padded]
+        self._half_bytes = [rows * shape.row_bytes for rows in padded]
         sizes = [2 * heads * size for size in self._half_bytes]
         self._layer_start = [0, *accumulate(sizes)]
         kind, _ = DTYPES[shape.dtype]
-        described = self._described(kind, [[heads, 2, tokens, shape.head_dim] for tokens in padded], sizes, None)
+        described = self._described(kind, [[heads, 2, rows, shape.head_dim] for rows in padded], sizes, None)
         self.header = framed(described, aligned(8 + len(described)))
 
     def padded(self, layer: int) -> int:
-        """Tokens that the file has room for."""
+        """Rows that the file has room for."""
         row = self.contents.shape.row_bytes
         granule = 64 * (_ALIGNMENT // gcd(_ALIGNMENT, 64 * row))
-        return -(-(self.contents.tokens - self.contents.first_token(layer)) // granule) * granule
+        return -(-(self.contents.rows - self.contents.first_token(layer)) // granule) * granule
 
     def half_bytes(self, layer: int) -> int:
         """Of the keys, or the values, of one head in a layer."""
@@ -183,7 +188,7 @@ class PackedLayout(SegmentLayout):
     def tail_bytes(cls, contents: Contents) -> int:
         """Bytes of a file from the flags of what is packed to its end: of any file with these contents."""
         flags = int(np.prod(flags_shape(contents)))
-        return aligned(flags) + aligned(4 * contents.tokens) + aligned(contents.sums_bytes)
+        return aligned(flags) + aligned(contents.ids_bytes) + aligned(contents.sums_bytes)
 
 
 def flags_shape(contents: Contents) -> tuple[int, int, int, int]:

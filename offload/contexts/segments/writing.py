@@ -24,9 +24,9 @@ def write_segment(
     """Writes a segment's file durably; until it is whole its name is another one.
 
     Args:
-        token_ids: those of the segment.
+        token_ids: those of the segment; none of a file with states.
         layers: of each layer the keys and values in pieces `[2, heads, any, head_dim]` in host memory, in the order of
-            positions, `contents.tokens` in all; those that are not saved are any.
+            positions, `contents.rows` in all; those that are not saved are any.
 
     Returns:
         The checksum of the file's checksums, and of what is packed, for the manifest.
@@ -55,7 +55,7 @@ def _write_raw(file: BinaryIO, contents: Contents, layers: Iterable[Sequence[Ten
     write_all(file, layout.header)
     for layer, pieces in enumerate(layers):
         runs = range(contents.first_run(layer), contents.runs)
-        padding = bytes(layout.half_bytes(layer) - (contents.tokens - contents.first_token(layer)) * row)
+        padding = bytes(layout.half_bytes(layer) - (contents.rows - contents.first_token(layer)) * row)
         for head in range(contents.heads):
             hashes = {run: xxhash.xxh3_64() for run in runs}
             for half in (0, 1):

@@ -124,7 +124,8 @@ def test_a_rank_that_cannot_write_holds_up_no_other(tmp_path, failing, writes):
         length = 0
         computed_with = staticmethod(lambda first, stop: (None,))
 
-        reachable = staticmethod(lambda length: length)
+        states = None
+        holds_segment = staticmethod(lambda first, stop: True)
         export = staticmethod(lambda layer, start, stop: lambda: [torch.zeros(2, 1, stop - start, 8)])
 
         class blocks:

@@ -14,7 +14,7 @@ def kv_digests(engine: Engine, tokens: int) -> dict[str, str]:
     """The hash of the first tokens' keys and values in the full cache, of all layers, by KV head of the model."""
     assert engine.contexts
     blocks, ranks = engine._kept.caches[-1].blocks, engine.target.ranks
-    held = engine.contexts._heads_of(ranks.rank)
+    held = engine.contexts._split_of(ranks.rank).kv_heads
     blocks.drain()
     layers = [
         torch.cat(blocks.export(layer, 0, tokens)(), dim=2).view(torch.uint8)
