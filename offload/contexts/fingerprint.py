@@ -35,6 +35,9 @@ _LATER = (
     "scaled_embedding",
     "query_scalar",
     "window_rope",
+    "linear",
+    "output_gate",
+    "rotary_dim",
 )
 """What says nothing where a model does not have it, or texts that were saved before there was such a thing would not be
 found."""
@@ -56,6 +59,10 @@ def fingerprint(directory: Path, config: ModelConfig, dtype: torch.dtype, store:
         described["quantisation"] |= {"kind": type(config.quantisation).__name__}
     if config.experts is not None:
         del described["experts"]["names"]
+        if not config.experts.shared_width:
+            del described["experts"]["shared_width"]  # later, too
+    if config.linear is not None:
+        del described["linear"]["names"]
     described |= {"dtype": str(dtype), "weights": _weight_hashes(weight_files(directory), store, disk)}
     return xxhash.xxh3_128_hexdigest(json.dumps(described, sort_keys=True).encode())
 
