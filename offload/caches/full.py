@@ -440,10 +440,10 @@ class FullCache:
         seen = (one for one in (stop, max(first, stop - RECENT_ROWS)) if one)
         return all(map(self.windows.reaches, seen)) and (not self.states or self.states.holds(stop))
 
-    def keep_states_at(self, positions: Sequence[int]) -> None:
+    def keep_states_at(self, positions: Sequence[int], start: int) -> None:
         """See `States.keep_at`."""
         if self.states:
-            self.states.keep_at(positions)
+            self.states.keep_at(positions, start)
 
     def rollback(self, length: int) -> None:
         length = min(length, self.length)

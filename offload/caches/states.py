@@ -256,12 +256,15 @@ class States:
             if len(kept) == layer:
                 kept.append(state.copy_on_host())
 
-    def keep_at(self, positions: Sequence[int]) -> None:
-        """Has the states behind so many tokens kept, as they come; of those before that are kept the last ones."""
-        self._wanted = frozenset(positions)
+    def keep_at(self, positions: Sequence[int], start: int) -> None:
+        """Has the states behind so many tokens kept, as they come, and those behind the first `start`, which are there,
+        if there is room for them; of those before that are kept the last ones."""
+        self._wanted = frozenset([*positions, *([start] if start and len(positions) < KEPT else [])])
         more = len(self._kept.keys() | self._wanted) - KEPT
         for position in sorted(self._kept.keys() - self._wanted)[: max(0, more)]:
             del self._kept[position]
+        for layer, committed in enumerate(self._committed):
+            self._keep(layer, committed)
 
     def reachable(self, length: int) -> int:
         """The most tokens, up to so many, whose state is there, or can be computed from what is."""
@@ -301,10 +304,12 @@ class States:
         copy, linear = state.copy_on_host(), self._linear
 
         def by_key_head() -> Tensor:
-            widths = linear.keys, linear.keys, linear.values
-            parts = [part.unflatten(1, (linear.key_heads, -1)) for part in copy.past.float().split(widths, dim=1)]
+            order, widths = linear.by_key_head, (linear.keys, linear.keys, linear.values)
+            q, k, v = copy.past.float().split(widths, dim=1)
+            v = v.unflatten(1, (linear.value_heads, -1))[:, order].flatten(1)
+            parts = [part.unflatten(1, (linear.key_heads, -1)) for part in (q, k, v)]
             past = torch.cat(parts, dim=2).transpose(0, 1)  # [key_heads, kernel - 1, channels of one]
-            return torch.cat((copy.state.reshape(linear.key_heads, -1), past.flatten(1)), dim=1)
+            return torch.cat((copy.state[order].reshape(linear.key_heads, -1), past.flatten(1)), dim=1)
 
         return by_key_head
 
@@ -316,9 +321,12 @@ class States:
         of_state, of_past = numbers.split((numbers.shape[1] - past_numbers, past_numbers), dim=1)
         past = of_past.unflatten(1, (linear.kernel - 1, -1)).transpose(0, 1)  # [kernel - 1, key_heads, any]
         widths = linear.key_dim, linear.key_dim, together * linear.value_dim
+        q, k, v = (part.flatten(1) for part in past.split(widths, dim=2))
+        order = torch.tensor(linear.by_key_head).argsort()
+        v = v.unflatten(1, (linear.value_heads, -1))[:, order].flatten(1)
         state.position = position
-        state.state.copy_(of_state.reshape(linear.state_shape))
-        state.past.copy_(torch.cat([part.flatten(1) for part in past.split(widths, dim=2)], dim=1))
+        state.state.copy_(of_state.reshape(linear.state_shape)[order])
+        state.past.copy_(torch.cat((q, k, v), dim=1))
 
     def restored(self, position: int) -> None:
         """Says that every layer has the state behind so many tokens now, put there by `restore`, and nothing else."""

@@ -84,6 +84,12 @@ class LinearAttention:
         return tuple(slice(i * self.key_heads + first, i * self.key_heads + stop) for i in range(together))
 
     @property
+    def by_key_head(self) -> list[int]:
+        """The value heads, those of the first key head first."""
+        heads = range(self.value_heads)
+        return sorted(heads, key=lambda head: head % self.key_heads) if self.tiled else list(heads)
+
+    @property
     def keys(self) -> int:
         """Width of all keys of a token, and of all queries."""
         return self.key_heads * self.key_dim

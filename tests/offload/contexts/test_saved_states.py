@@ -2,6 +2,7 @@
 stay those of transformers."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from triforce.offload.contexts.model import _states
 from triforce.offload.contexts.segments.state_rows import as_rows, from_rows
 from triforce.tp.decoder import Decoder
 from triforce.tp.model.config import ModelConfig
+from triforce.tp.model.linear_attention import LinearAttention, LinearNames
 
 CPU = torch.device("cpu")
 SEGMENT = 64
@@ -75,6 +77,19 @@ def test_a_saved_text_is_restored_up_to_the_end_of_a_segment(models, store, fami
     for prompt, contexts, expected in cases:
         got = answer(engine(models, store, family, **settings), prompt, contexts)
         assert got == (greedy_oracle(model, prompt, 12), expected, [])
+
+
+def test_a_second_question_goes_on_from_memory(models, store):
+    """The states behind what was restored stay."""
+    model = models[1]["qwen3-next"]
+    engine(models, store).read(TEXT[:300], "book")
+    asked = engine(models, store)
+    for first in (10, 40):
+        prompt = [*TEXT[:300], *TEXT[first : first + 20]]
+        text, reused, _ = answer(asked, prompt, BOOK)
+        assert text == greedy_oracle(model, prompt, 12) and reused == 300
+        for path in files(store):
+            path.unlink()  # nobody needs them any more
 
 
 def test_a_text_that_grew_is_saved_with_the_states_behind_all_its_segments(models, store):
@@ -230,3 +245,27 @@ def test_states_come_back_as_they_were_in_parts_by_key_head(models, dtype):
         assert torch.equal(one.state, other.state) and torch.equal(one.past, other.past)
     back.restored(20)
     assert back.reachable(25) == 20 and back.length == 20
+
+
+def test_tiled_value_heads_are_saved_by_key_head():
+    """As neighbouring ones are, so that files do not depend on how many ranks have written them."""
+    names = LinearNames.of("qkv", "z", "b", "a")
+    apart = LinearAttention((0,), key_heads=2, value_heads=6, key_dim=3, value_dim=5, kernel=4, names=names)
+    tiled = replace(apart, tiled=True)
+    order = [0, 3, 1, 4, 2, 5]  # of the tiled ones, those that are neighbours else
+    assert [tiled.by_key_head[i] for i in range(6)] == [0, 2, 4, 1, 3, 5]
+    states = [States(one, torch.float32, torch.device("cpu")) for one in (apart, tiled)]
+    held, other = (one._committed[0] for one in states)
+    held.state.normal_()
+    held.past.normal_()
+    held.position = other.position = 9
+    q_k, v = held.past.split((12, 30), dim=1)
+    other.state.copy_(held.state[order])
+    other.past.copy_(torch.cat((q_k, v.unflatten(1, (6, 5))[:, order].flatten(1)), dim=1))
+    exported = states[0].export(0, 9)()
+    assert torch.equal(states[1].export(0, 9)(), exported)
+    for one, linear in zip(states, (apart, tiled), strict=True):
+        again = States(linear, torch.float32, torch.device("cpu"))
+        again.restore(0, 9, exported)
+        assert torch.equal(again._committed[0].state, one._committed[0].state)
+        assert torch.equal(again._committed[0].past, one._committed[0].past)
