@@ -146,7 +146,7 @@ def delta_chunks(inputs: Tensor, gates: Tensor, weights: DeltaWeights, state: Te
     begin, parts = 0, []
     while begin < n:
         stop, chunked = begin + COMPILED_ROWS, False
-        if not compiled_delta(inputs):
+        if not compiled_delta(inputs, weights):
             stop, chunked = _next_piece(start + begin, start + n)
             stop -= start
         stop = min(stop, n)
@@ -184,7 +184,7 @@ def _steps_compiled(
     saved: Sequence[tuple[int, Tensor]],
 ) -> bool:
     """`delta_steps` by the compiled kernel, into `out`, where this processor has it and it takes such numbers."""
-    if not compiled_delta(inputs) or len(saved) > 2:
+    if not compiled_delta(inputs, weights) or len(saved) > 2:
         return False
     inputs, gates = inputs.contiguous(), gates.contiguous()
     places = [*saved, (0, None), (0, None)][:2]
@@ -204,9 +204,11 @@ def _steps_compiled(
     return not failed
 
 
-def compiled_delta(inputs: Tensor) -> bool:
-    """Whether there is a compiled kernel for what layers get."""
+def compiled_delta(inputs: Tensor, weights: DeltaWeights) -> bool:
+    """Whether there is a compiled kernel for such inputs."""
     is_compiled = on_cpu(inputs.device) and selected().layers is None and cpu_level() >= Level.AVX2
+    if weights.key_dim % 8 or weights.value_dim % 8:
+        return False
     return is_compiled and inputs.dtype in (torch.float32, torch.bfloat16)
 
 

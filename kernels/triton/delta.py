@@ -71,6 +71,13 @@ def delta_steps_triton(
 
 
 @triton.jit
+def _log1p(x):
+    """The logarithm of 1 + x, as exact for small ones: what rounding 1 + x adds or takes is in both factors."""
+    y = 1.0 + x
+    return tl.where(y == 1.0, x, tl.log(y) * (x / tl.where(y == 1.0, 1.0, y - 1.0)))
+
+
+@triton.jit
 def _mixed(inputs, conv, row, channel, there, channels, KERNEL: tl.constexpr):
     """Channels of a row behind the convolution and the activation, float32."""
     total = tl.zeros(channel.shape, tl.float32)
@@ -131,7 +138,7 @@ def _steps_kernel(
         beta = 1.0 / (1.0 + tl.exp(-tl.load(gate).to(tl.float32)))
         beta = beta.to(inputs.dtype.element_ty).to(tl.float32)
         a = tl.load(gate + VALUE_HEADS).to(tl.float32) + bias
-        s *= tl.exp(by * tl.where(a > 20.0, a, tl.log(1.0 + tl.exp(tl.minimum(a, 20.0)))))
+        s *= tl.exp(by * tl.where(a > 20.0, a, _log1p(tl.exp(tl.minimum(a, 20.0)))))
         there = tl.sum(s * k[:, None], 0)
         s += k[:, None] * (beta * (v - there))[None, :]
         if row >= first_wanted:

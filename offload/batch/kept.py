@@ -512,9 +512,9 @@ class KeptCache:
             decoder.ranks,
             held=self._held_by_part(),
             given_back=held_bytes(one for cache in given_back for one in cache.held()) - untouched,
-            given_back_on_host=sum(one.footprint.host for one in blocks),
+            given_back_on_host=sum(one.bytes_on_host for one in given_back),
             given_back_on_disk=sum(one.footprint.disk for one in blocks),
-            held_on_host=sum(one.blocks.footprint.host + (one.kept_bytes if on_host else 0) for one in others),
+            held_on_host=sum(one.bytes_on_host + (one.kept_bytes if on_host else 0) for one in others),
             promised=sum(text.full.blocks.footprint.untouched for text in self._texts if text.in_use),
             free_disk=self.disk.free_bytes if on_disk else None,
             device_memory=self._system.device_memory,
@@ -522,14 +522,14 @@ class KeptCache:
 
     @property
     def memory_bytes(self) -> int:
-        """What blocks of full caches take in the memory of device and host, of sequences that run and of those that
-        have ended; on a CPU without what no token has come to yet."""
+        """What full caches take in the memory of device and host, of sequences that run and of those that have
+        ended; on a CPU without what no token has come to yet."""
         on_cpu, found = self._decoder.device.type == "cpu", 0
         for one in {holder for cache in self.caches for holder in cache.holders}:
-            placement, there = one.blocks.placement, one.blocks.footprint
-            found += placement.num_resident * placement.block_size * one.token_bytes + there.host
-            found += held_bytes(one.windows.held())
-            found -= there.untouched if on_cpu else 0
+            placement = one.blocks.placement
+            found += placement.num_resident * placement.block_size * one.token_bytes + one.bytes_on_host
+            found += held_bytes(one.held_beside())
+            found -= one.blocks.footprint.untouched if on_cpu else 0
         return found
 
     def _held_by_part(self) -> dict[str, int]:

@@ -174,7 +174,7 @@ def slices_of(
     start, stop = full.length, len(sequence.context)
     sequence.statistics = replace(sequence.statistics, reused_tokens=start)
     logits = torch.empty(0)
-    full.keep_states_at([end for end in target.tiling.parting(stop) if end > start], start)
+    full.keep_states_at(target.tiling.parting(stop), start)
     ends = set(target.tiling.prefill_stops(start, stop)) | set(saved.stops(start, stop) if saved else ())
     for end in sorted(ends):
         pending = to_device(sequence.context[full.length : end], target.device)

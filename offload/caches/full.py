@@ -130,18 +130,24 @@ class FullCache:
     def held(self) -> Held:
         """See `offload.held`: of this cache's own tokens, not of its prefix's."""
         yield from self.blocks.held()
-        yield from self._held_beside()
+        yield from self.held_beside()
         yield from self._mass.held()
         yield from self._attention.held()
 
     @property
     def kept_bytes(self) -> int:
         """Bytes that its own keys and values take on the device, with what they pass through."""
-        return held_bytes([*self.blocks.held(), *self._held_beside()])
+        return held_bytes([*self.blocks.held(), *self.held_beside()])
 
-    def _held_beside(self) -> Held:
+    def held_beside(self) -> Held:
+        """Beside blocks, what lasts from run to run."""
         yield from self.windows.held()
         yield from (("states", tensor) for tensor in (self.states.tensors() if self.states else ()))
+
+    @property
+    def bytes_on_host(self) -> int:
+        """Bytes of its own that are in host memory, where that is not the device's."""
+        return self.blocks.footprint.host + (self.states.bytes_on_host if self.states else 0)
 
     def read_so_far(self) -> ReadCounter:
         """What attention has read of this cache's and its prefix's tokens."""
@@ -450,6 +456,8 @@ class FullCache:
         if self.reachable(length) < length:  # a long pass was broken off
             self.windows.forget()
             length = self.start
+            if self.states and self.states.reachable(length) < length:
+                raise RuntimeError(f"the states behind the {length:,} tokens of the prefix are gone")
         if self.states:
             self.states.rollback(length)
         self._filled = [min(filled, length) for filled in self._filled]

@@ -25,6 +25,9 @@ from ...tp.model.linear_attention import LinearAttention
 KEPT = 3
 """Copies of earlier states, at most."""
 
+_BROKEN = -1
+"""The position of a state that is being written, or was when something failed."""
+
 LEAST_ROWS = 32
 """Tokens of a layer that can be taken back, where it is not known how many may have to."""
 
@@ -45,10 +48,11 @@ class _State:
         return cls(0, torch.zeros(linear.state_shape, device=device), past)
 
     def take(self, other: _State) -> None:
-        """Becomes a copy of another one."""
-        self.position = other.position
+        """Becomes a copy of another one; a broken one, if that is interrupted."""
+        self.position = _BROKEN
         self.state.copy_(other.state)
         self.past.copy_(other.past)
+        self.position = other.position
 
     def copy_on_host(self) -> _State:
         return _State(self.position, *(x.clone().cpu() for x in (self.state, self.past)))
@@ -146,10 +150,12 @@ class States:
         return self._begin + self._passed[-1]
 
     def keep_rows(self, rows: int) -> None:
-        """Has room for so many tokens that can be taken back; between two passes."""
-        if rows > self._rows[0].inputs.shape[0]:
-            for i, old in enumerate(self._rows):
-                self._rows[i] = _Rows(rows, self._linear, self._dtype, self._device)
+        """Has room for so many tokens that can be taken back, or for those that are there, if they are more; between
+        two passes."""
+        for i, old in enumerate(self._rows):
+            room = max(rows, old.stop - old.first)
+            if room != len(old.inputs):
+                self._rows[i] = _Rows(room, self._linear, self._dtype, self._device)
                 self._rows[i].put(old.first, *old.between(old.first, old.stop), old.first)
 
     def begin(self, length: int, n: int) -> None:
@@ -160,7 +166,7 @@ class States:
         if self._source is not None and self._of_source != self._source._version:
             self._of_source = self._source._version
             for working, rows in zip(self._working, self._rows, strict=True):
-                working.position, rows.first, rows.stop = -1, length, length
+                working.position, rows.first, rows.stop = _BROKEN, length, length
 
     def advance(self, layer: int, inputs: Tensor, gates: Tensor, weights: DeltaWeights) -> Tensor:
         """See `tp.decoder.Cache.advance_states`."""
@@ -173,10 +179,10 @@ class States:
         origin, (again, gates_again) = self._origin(layer, start)
         working, rows, count = self._working[layer], self._rows[layer], inputs.shape[0]
         whole, all_gates = torch.cat((origin.past, again, inputs)), torch.cat((gates_again, gates))
-        saved = [(len(all_gates), working.state)]
+        working.position, saved = _BROKEN, [(len(all_gates), working.state)]
         out = delta_steps(whole, all_gates, weights, origin.state, wanted=count, saved=saved)
-        working.position = start + count
         working.past.copy_(whole[-weights.past :])
+        working.position = start + count
         rows.put(start, inputs, gates, rows.first if self._source else self._committed[layer].position)
         return out
 
@@ -189,9 +195,10 @@ class States:
             if len(again[0]):
                 self._pass_again(working, again, weights)
         whole = torch.cat((working.past, inputs))
+        working.position = _BROKEN
         out = delta_chunks(whole, gates, weights, working.state, start)
-        working.position = start + inputs.shape[0]
         working.past.copy_(whole[-weights.past :])
+        working.position = start + inputs.shape[0]
         self._rows[layer].first = self._rows[layer].stop = working.position
         self._keep(layer, working)
         return out
@@ -202,10 +209,12 @@ class States:
         certain = start if self._certain is None else min(start, self._certain())
         if certain <= committed.position:
             return
+        if working.position != certain and rows.has(committed.position, certain):
+            again = rows.between(committed.position, certain)
+            working.take(committed)  # which stays what it is until the other is whole
+            self._pass_again(working, again, weights)
         if working.position == certain:
-            self._committed[layer], self._working[layer], committed.position = working, committed, -1
-        elif rows.has(committed.position, certain):
-            self._pass_again(committed, rows.between(committed.position, certain), weights)
+            self._committed[layer], self._working[layer], committed.position = working, committed, _BROKEN
         elif self._certain is None:
             raise RuntimeError(f"the state behind token {certain} is gone")
         else:  # of a draft, which may be anything
@@ -216,10 +225,11 @@ class States:
     def _pass_again(state: _State, again: tuple[Tensor, Tensor], weights: DeltaWeights) -> None:
         """Has tokens that were kept pass."""
         inputs, gates = again
-        whole = torch.cat((state.past, inputs))
+        whole, position = torch.cat((state.past, inputs)), state.position
+        state.position = _BROKEN
         delta_steps(whole, gates, weights, state.state, wanted=0, saved=[(len(gates), state.state)])
         state.past.copy_(whole[-weights.past :])
-        state.position += len(gates)
+        state.position = position + len(gates)
 
     def _origin(self, layer: int, start: int) -> tuple[_State, tuple[Tensor, Tensor]]:
         """A state to begin with at position `start`, and the inputs and gates of the tokens that pass again before."""
@@ -257,14 +267,20 @@ class States:
                 kept.append(state.copy_on_host())
 
     def keep_at(self, positions: Sequence[int], start: int) -> None:
-        """Has the states behind so many tokens kept, as they come, and those behind the first `start`, which are there,
-        if there is room for them; of those before that are kept the last ones."""
-        self._wanted = frozenset([*positions, *([start] if start and len(positions) < KEPT else [])])
+        """Has the states behind so many tokens kept, as they come; and those behind the first `start`, with which the
+        next pass begins, if fewer than `KEPT` of the others are there or will be."""
+        found = [one for one in positions if one > start or one in self._kept]
+        self._wanted = frozenset([*found, *([start] if start and len(found) < KEPT else [])])
         more = len(self._kept.keys() | self._wanted) - KEPT
         for position in sorted(self._kept.keys() - self._wanted)[: max(0, more)]:
             del self._kept[position]
         for layer, committed in enumerate(self._committed):
             self._keep(layer, committed)
+
+    @property
+    def bytes_on_host(self) -> int:
+        """What copies of earlier states take."""
+        return sum(x.nbytes for kept in self._kept.values() for one in kept for x in (one.state, one.past))
 
     def reachable(self, length: int) -> int:
         """The most tokens, up to so many, whose state is there, or can be computed from what is."""
@@ -364,6 +380,8 @@ class States:
             ):
                 origin = working if working.position == length else committed
                 self._begin_with([origin], [i])
+                if length - origin.position > len(self._rows[i].inputs):  # of a run that had longer verifications
+                    self._rows[i] = _Rows(length - origin.position, self._linear, self._dtype, self._device)
                 self._rows[i].put(origin.position, *rows.between(origin.position, length), origin.position)
         self._kept = {at: [one.copy_on_host() for one in states] for at, states in other._kept.items() if at <= length}
         self._went_to(length)
@@ -373,12 +391,13 @@ class States:
         for layer, state in zip(range(len(states)) if layers is None else layers, states, strict=True):
             self._committed[layer].take(state)
             rows = self._rows[layer]
-            self._working[layer].position, rows.first, rows.stop = -1, state.position, state.position
+            self._working[layer].position = _BROKEN
+            rows.first = rows.stop = state.position
 
     def _drop_others(self, position: int) -> None:
         """Has nothing but committed states."""
         for working, rows in zip(self._working, self._rows, strict=True):
-            working.position, rows.first, rows.stop = -1, position, position
+            working.position, rows.first, rows.stop = _BROKEN, position, position
 
     def _went_to(self, length: int) -> None:
         self._version += 1

@@ -238,12 +238,16 @@ class RunPlan:
         if not request.on_gpu:
             return {}
         rows = self.retrieval_draft.longest + 2 if self.budget else 0  # of the longest captured pass; all shorter ones
-        logits = 4 * request.target.vocab_size * (rows * (rows + 1) // 2 + rows)  # of the retrieval tier, and the draft
+        of_target, of_draft = rows * (rows + 1) // 2, rows
+        if request.part.linear:  # passes with states are not captured
+            of_target = 0
+            of_draft = rows if request.small and not request.small.linear else 0
+        logits = 4 * request.target.vocab_size * (of_target + of_draft)
         sequences = request.sequences + request.beside
         times = 1 if sequences == 1 else sequences * (1 + JOINED)  # each one's own, and those of several
         of_row = _row_bytes(request, request.part)
-        graphs = times * (logits + rows * of_row)
-        if request.gpus == 1:
+        graphs = times * (logits + (rows * of_row if of_target else 0))
+        if request.gpus == 1 and not request.part.linear:
             graphs += pieces_bytes(request.target, request.dtype, of_row)
         return left_free(request.gpu_total_bytes or request.gpu_bytes or 0, request.gpus) | {"graphs": graphs}
 
@@ -622,7 +626,7 @@ def _draft_activation_bytes(request: RunRequest) -> int:
     tokens = min(request.context, streaming_prefill(small.num_layers))
     rows = min(max(request.limits.tiling.prefill_rows, STEP_ROWS), tokens)
     hidden = tokens * small.hidden_size * request.dtype.itemsize
-    hidden += ModelMatrices.of(small).expansion_bytes(request.dtype, is_step=False)
+    hidden += ModelMatrices.of(small).expansion_bytes(request.dtype, is_step=False) + _chunks_bytes(small.linear, rows)
     return hidden + rows * _row_bytes(request, small) + 2 * 4 * request.target.vocab_size
 
 

@@ -8,7 +8,8 @@ import torch
 from joint_distribution import SHAPE, TWO_TOKENS, enumerate_joint, exact_probabilities
 from spmd import run_jobs
 from tiny import greedy_oracle, random_tokens, save_family, save_llama
-from triforce.kernels.selection import padded_rows
+from triforce.kernels.delta_rule import DeltaWeights
+from triforce.kernels.selection import padded_rows, use_kernels
 from triforce.offload import Engine, Request, Sampling
 from triforce.offload.caches.full import FullCache
 from triforce.offload.caches.states import KEPT, States
@@ -18,6 +19,7 @@ from triforce.offload.settings import Settings
 from triforce.tp.decoder import Decoder
 from triforce.tp.errors import UsageError
 from triforce.tp.model.config import ModelConfig
+from triforce.tp.model.linear_attention import LinearAttention, LinearNames
 
 CPU = torch.device("cpu")
 BOOK = random_tokens(2600, seed=3)
@@ -88,6 +90,67 @@ def test_a_state_that_is_gone_is_not_gone_on_from(hybrid):
     assert [cache.reachable(length) for length in (420, 407, 400, 399)] == [420, 407, 400, 0]
     cache.rollback(399)
     assert cache.length == 0
+
+
+class Failing(DeltaWeights):
+    """Weights with which the computation ends in the middle."""
+
+    left = 3
+
+    @property
+    def value_dim(self) -> int:
+        self.__dict__["left"] = self.left - 1
+        if self.left < 0:
+            raise MemoryError
+        return super().value_dim
+
+
+@pytest.mark.parametrize("n", [9, 400], ids=["a step", "a prefill"])
+@pytest.mark.parametrize("layers", [None, "plain"])
+def test_what_is_broken_off_in_a_layer_leaves_the_state_before(n, layers):
+    """Whatever of it was written."""
+    torch.manual_seed(0)
+    linear = LinearAttention((0,), 2, 4, 8, 16, 4, LinearNames.of("qkv", "z", "b", "a"))
+    weights = torch.randn(4, linear.channels), -torch.rand(4), torch.randn(4), 2, 8
+    given = {size: (torch.randn(size, linear.channels), torch.randn(size, 8)) for size in (700, 20, n)}
+    with use_kernels(layers=layers):
+        found = []
+        for breaks in (False, True):
+            states = States(linear, torch.float32, CPU)
+            for start, size in ((0, 700), (700, 20)):
+                states.begin(start, size)
+                states.advance(0, *given[size], DeltaWeights(*weights))
+            states.rollback(710)
+            if breaks:
+                failing = Failing(*weights)
+                failing.__dict__["left"] = 2 if n > 288 else 0
+                states.begin(710, n)
+                with pytest.raises(MemoryError):
+                    states.advance(0, *given[n], failing)
+                assert states.reachable(710) == 710
+                states.rollback(710)
+            states.begin(710, n)
+            found.append(states.advance(0, *given[n], DeltaWeights(*weights)))
+    assert torch.equal(*found)
+
+
+@torch.inference_mode()
+def test_a_copy_has_room_for_what_passes_again(hybrid):
+    """Of a run with longer verifications than the one that goes on."""
+    root, _ = hybrid
+    decoder = Decoder.load(root / "target", dtype=torch.float32, device=CPU)
+    cache, copy = cache_of(decoder), cache_of(decoder)
+    assert cache.states and copy.states
+    cache.states.keep_rows(140)
+    decoder.forward(torch.tensor(BOOK[:700]), cache)
+    decoder.forward(torch.tensor(BOOK[700:800]), cache)
+    cache.rollback(780)
+    copy.copy_from(cache, 780)
+    assert copy.reachable(780) == 780
+    both = [decoder.forward(torch.tensor(BOOK[780:790]), one) for one in (cache, copy)]
+    assert torch.equal(*both)
+    copy.states.keep_rows(40)
+    assert len(copy.states._rows[0].inputs) == 40
 
 
 @pytest.mark.parametrize("resident", [None, 0.0], ids=["resident", "streamed"])
