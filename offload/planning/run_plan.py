@@ -593,18 +593,20 @@ def _activation_bytes(request: RunRequest, tokens: int) -> int:
     rows = tiling.prefill_rows if tiling.whole(request.context) > request.context - tokens else tiling.tail_rows
     expanded = request.matrices.expansion_bytes(request.dtype, is_step=False)
     rows = min(max(rows, STEP_ROWS), tokens)
-    inside = rows * _row_bytes(request, request.part) + _window_workspace(request, rows)
-    inside += _chunks_bytes(request.part.linear, rows)
+    inside = max(rows * _row_bytes(request, request.part), _states_bytes(request, request.part.linear, rows))
+    inside += _window_workspace(request, rows)
     return _hidden_bytes(request, tokens) + inside + expanded
 
 
-def _chunks_bytes(linear: LinearAttention | None, rows: int) -> int:
-    """In float32 what chunks of linear attention are computed with: what the convolution gives; of each value head
-    keys, queries and values, as they are and as they fade, products within chunks, and results."""
+def _states_bytes(request: RunRequest, linear: LinearAttention | None, rows: int) -> int:
+    """While so many rows advance the states of a layer, what goes in, twice, and what is read; and in float32 what some
+    of them are computed with: what the convolution gives; of each value head keys, queries and values, as they are and
+    as they fade, products within chunks, and results."""
     if linear is None:
         return 0
+    row = (2 * linear.channels + 3 * linear.values + 2 * linear.value_heads) * request.dtype.itemsize
     of_head = 4 * linear.key_dim + 5 * linear.value_dim + 4 * CHUNK
-    return min(rows, TOGETHER) * 4 * (4 * linear.channels + linear.value_heads * of_head)
+    return rows * row + min(rows, TOGETHER) * 4 * (4 * linear.channels + linear.value_heads * of_head)
 
 
 def _window_workspace(request: RunRequest, rows: int) -> int:
@@ -626,8 +628,9 @@ def _draft_activation_bytes(request: RunRequest) -> int:
     tokens = min(request.context, streaming_prefill(small.num_layers))
     rows = min(max(request.limits.tiling.prefill_rows, STEP_ROWS), tokens)
     hidden = tokens * small.hidden_size * request.dtype.itemsize
-    hidden += ModelMatrices.of(small).expansion_bytes(request.dtype, is_step=False) + _chunks_bytes(small.linear, rows)
-    return hidden + rows * _row_bytes(request, small) + 2 * 4 * request.target.vocab_size
+    hidden += ModelMatrices.of(small).expansion_bytes(request.dtype, is_step=False)
+    inside = max(rows * _row_bytes(request, small), _states_bytes(request, small.linear, rows))
+    return hidden + inside + 2 * 4 * request.target.vocab_size
 
 
 def _joined_bytes(request: RunRequest) -> int:
@@ -653,8 +656,8 @@ def _row_bytes(request: RunRequest, part: ModelConfig) -> int:
     if part.experts and part.experts.shared_width:
         mlp += (3 * part.experts.shared_width + 2 * part.hidden_size) * item
     linear = part.linear
-    if linear:  # its inputs, in several orders, and results with their gates
-        mlp = max(mlp, (4 * linear.channels + 6 * linear.values + 6 * linear.value_heads) * item + 8 * linear.values)
+    if linear:  # what went in; what was read, with its gate, the norm of that, and two in float32 on the way
+        mlp = max(mlp, (linear.channels + 5 * linear.values + 2 * linear.value_heads) * item + 8 * linear.values)
     gates = part.num_heads * part.output_gate
     heads, results = (
         2 * part.num_heads + 2 * gates + 2 * part.num_kv_heads,

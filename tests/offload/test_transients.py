@@ -32,10 +32,13 @@ MIXED = {"alike": (SAMPLED,), "filters": (SAMPLED, Sampling(0.6, top_k=50), Samp
 COMMON = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_hidden_layers": 2, "bos_token_id": 1}
 COMMON |= {"max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "eos_token_id": 2}
 DRAFT = {"hidden_size": 768, "intermediate_size": 3072, "num_attention_heads": 12}
-SHAPES = {  # of two layers, and with the vocabulary, of Llama 2 7B, Llama 3.1 8B and Qwen3 32B
+HYBRID = {"architectures": ["Qwen3_5ForCausalLM"], "layer_types": ["linear_attention", "full_attention"]}
+HYBRID |= {"head_dim": 256, "linear_num_key_heads": 16, "linear_num_value_heads": 48, "num_key_value_heads": 4}
+SHAPES = {  # of two layers, and with the vocabulary, of Llama 2 7B, Llama 3.1 8B, Qwen3 32B and Qwen3.5 27B
     "7B": {"hidden_size": 4096, "intermediate_size": 11008, "num_attention_heads": 32, "vocab_size": 32000},
     "8B": {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "vocab_size": 128256},
     "32B": {"hidden_size": 5120, "intermediate_size": 25600, "num_attention_heads": 64, "vocab_size": 151936},
+    "27B": {"hidden_size": 5120, "intermediate_size": 17408, "num_attention_heads": 24, "vocab_size": 248320} | HYBRID,
 }
 SHAPES["8B"]["num_key_value_heads"] = SHAPES["32B"]["num_key_value_heads"] = 8
 SHAPES["32B"]["head_dim"] = 128

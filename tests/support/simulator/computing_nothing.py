@@ -80,7 +80,8 @@ class UnwrittenWeights:
         columns: slice | None = None,
         dtype: torch.dtype | None = None,
     ) -> Tensor:
-        cut = [range(size)[part] if part else range(size) for size, part in zip(shape, (rows, columns), strict=False)]
+        parts = (rows, columns, *[None] * len(shape))[: len(shape)]
+        cut = [range(size)[part] if part else range(size) for size, part in zip(shape, parts, strict=True)]
         return torch.empty([len(one) for one in cut], dtype=dtype or self.dtype)
 
     def check_all_read(self) -> None:
