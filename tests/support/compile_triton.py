@@ -217,7 +217,9 @@ def delta_variant(dtype: torch.dtype, key_heads: int, value_heads: int, key_dim:
     constants |= {"VALUE_DIM": value_dim, "TILED": False, "TILE_KEYS": triton_attention.power_of_two(key_dim)}
     constants |= {"TILE_VALUES": triton_delta.TILE_VALUES}
     floats = "conv", "decay", "decay_bias", "state", "after_first", "after_second"
-    types = dict.fromkeys(floats, "*fp32") | dict.fromkeys(("inputs", "gates", "out"), POINTERS[dtype])
+    types: dict[str, str] = dict.fromkeys(floats, "*fp32")
+    for name in ("inputs", "gates", "out"):
+        types[name] = POINTERS[dtype]
     return Variant(triton_delta._steps_kernel, constants, types, triton_delta.NUM_WARPS)
 
 

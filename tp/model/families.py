@@ -153,15 +153,17 @@ _HYBRID = Family(
 )
 """Qwen3.5."""
 
-_SHARED_EXPERTS = ExpertNames(
+_EXPERTS = ExpertNames(
     count=("num_experts", "num_local_experts"),
     width="moe_intermediate_size",
     router="mlp.gate",
     gate="mlp.experts.{}.gate_proj",
     up="mlp.experts.{}.up_proj",
     down="mlp.experts.{}.down_proj",
-    shared="mlp.shared_expert",
 )
+"""As Qwen calls them."""
+
+_SHARED_EXPERTS = replace(_EXPERTS, shared="mlp.shared_expert")
 
 _HYBRID_MOE = replace(
     _HYBRID,
@@ -234,14 +236,7 @@ FAMILIES = {
         attention_bias=True,
         qk_norm=True,
         windows="all or none",
-        experts=ExpertNames(
-            count=("num_experts", "num_local_experts"),
-            width="moe_intermediate_size",
-            router="mlp.gate",
-            gate="mlp.experts.{}.gate_proj",
-            up="mlp.experts.{}.up_proj",
-            down="mlp.experts.{}.down_proj",
-        ),
+        experts=_EXPERTS,
         defaults={
             "num_key_value_heads": 4,
             "max_position_embeddings": 32768,

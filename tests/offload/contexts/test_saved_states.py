@@ -13,7 +13,7 @@ from triforce.offload import ContextError, ContextRequest, ContextStore, Engine,
 from triforce.offload.caches.states import States
 from triforce.offload.contexts.model import _states
 from triforce.offload.contexts.segments.state_rows import as_rows, from_rows
-from triforce.tp.decoder import Decoder
+from triforce.tp.decoder import Decoder, _LinearAttention
 from triforce.tp.model.config import ModelConfig
 from triforce.tp.model.linear_attention import LinearAttention, LinearNames
 
@@ -234,7 +234,9 @@ def test_states_come_back_as_they_were_in_parts_by_key_head(models, dtype):
         gates = torch.randn(20, 2 * linear.value_heads, generator=generator).to(dtype)
         if not layer:
             states.begin(0, 20)
-        states.advance(layer, inputs, gates, decoder._layers[linear.layers[layer]].attention.delta)
+        attention = decoder._layers[linear.layers[layer]].attention
+        assert isinstance(attention, _LinearAttention)
+        states.advance(layer, inputs, gates, attention.delta)
     assert states.holds(20) and not states.holds(19)
     for layer, (one, other) in enumerate(zip(states._working, back._committed, strict=True)):
         numbers = states.export(layer, 20)()
