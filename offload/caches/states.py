@@ -284,7 +284,8 @@ class States:
 
     def reachable(self, length: int) -> int:
         """The most tokens, up to so many, whose state is there, or can be computed from what is."""
-        known = {length, *self._kept, *(state.position for state in self._working), *(rows.stop for rows in self._rows)}
+        states = *self._working, *self._committed
+        known = {length, *self._kept, *(state.position for state in states), *(rows.stop for rows in self._rows)}
         return max((one for one in known if one <= length and self._reaches(one)), default=0)
 
     def _reaches(self, length: int) -> bool:
