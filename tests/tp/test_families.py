@@ -6,7 +6,7 @@ import pytest
 import torch
 from checkpoints import change_config
 from scaled import LENGTHS, ROPES, save_scaled, theirs
-from tiny import FAMILIES, greedy_oracle, random_tokens, save_family
+from tiny import FAMILIES, SMOOTH, greedy_oracle, random_tokens, save_family
 from transformers import AutoModelForCausalLM
 from triforce.offload import Engine, Sampling
 
@@ -37,7 +37,7 @@ def assert_equal_logits(directory: Path, scaling: str = "") -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.slow(keep=("llama-tied", "mistral-window", "qwen2-layer-types", "qwen3-bias"))
 def test_logits_of_every_family_equal_transformers(tmp_path, family):
-    save_family(tmp_path, family)
+    save_family(tmp_path, family, **SMOOTH.get(family, {}))
     assert_equal_logits(tmp_path)
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from joint_distribution import SHAPE, TWO_TOKENS, enumerate_joint, exact_probabilities
 from spmd import run_jobs
-from tiny import greedy_oracle, random_tokens, save_family, save_llama
+from tiny import SMOOTH, greedy_oracle, random_tokens, save_family, save_llama
 from triforce.kernels.delta_rule import DeltaWeights
 from triforce.kernels.selection import padded_rows, use_kernels
 from triforce.offload import Engine, Request, Sampling
@@ -45,16 +45,13 @@ def cache_of(decoder, capacity=2600):
 
 @pytest.mark.parametrize("parts", [37, 288, 700, [2000, 1, 3, 280, 16, 300]], ids=str)
 @torch.inference_mode()
-def test_logits_are_those_of_transformers_however_tokens_come(hybrid, parts):
-    root, model = hybrid
-    decoder = Decoder.load(root / "target", dtype=torch.float32, device=CPU)
+def test_logits_are_those_of_transformers_however_tokens_come(tmp_path, parts):
+    model = save_family(tmp_path, "qwen3.5", seed=1, **SMOOTH["qwen3.5"])
+    decoder = Decoder.load(tmp_path, dtype=torch.float32, device=CPU)
     cache = cache_of(decoder)
     pieces = torch.tensor(BOOK).split(parts)
     got = torch.cat([decoder.forward(piece, cache, num_logits=len(piece)) for piece in pieces])
-    error = (got - model(torch.tensor([BOOK])).logits[0]).abs().amax(dim=1)
-    # What is read from a state is normed, so that a few rows are as exact as sums that cancel: the logits that
-    # transformers gives for this text token by token differ by 0.015 from these.
-    assert error.median() < 1e-4 and error.max() < 0.03 and (error > 1e-3).float().mean() < 0.02
+    assert (got - model(torch.tensor([BOOK])).logits[0]).abs().max() < 2e-4
 
 
 @torch.inference_mode()
