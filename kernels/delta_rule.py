@@ -79,9 +79,6 @@ class _Rows:
     g: Tensor
     beta: Tensor
 
-    def part(self, rows: slice) -> _Rows:
-        return _Rows(self.q[:, rows], self.k[:, rows], self.v[:, rows], self.g[:, rows], self.beta[:, rows])
-
 
 def delta_steps(
     inputs: Tensor,
@@ -143,10 +140,10 @@ def delta_chunks(inputs: Tensor, gates: Tensor, weights: DeltaWeights, state: Te
         `[n, value_heads, value_dim]` in the dtype of `inputs`.
     """
     n, past = gates.shape[0], weights.past
-    begin, parts = 0, []
+    begin, parts, compiled = 0, [], compiled_delta(inputs, weights)
     while begin < n:
         stop, chunked = begin + COMPILED_ROWS, False
-        if not compiled_delta(inputs, weights):
+        if not compiled:
             stop, chunked = _next_piece(start + begin, start + n)
             stop -= start
         stop = min(stop, n)

@@ -234,30 +234,32 @@ class States:
     def _origin(self, layer: int, start: int) -> tuple[_State, tuple[Tensor, Tensor]]:
         """A state to begin with at position `start`, and the inputs and gates of the tokens that pass again before."""
         working, rows = self._working[layer], self._rows[layer]
+        if self._source is None:
+            found = self._known_origin(layer, start)
+            if found is None and self._certain is None:
+                raise RuntimeError(f"the state behind token {start} is gone")
+            return found or (self._committed[layer], rows.between(start, start))
         if working.position == start:
             return working, rows.between(start, start)
-        if self._source is None:
-            committed = self._committed[layer]
-            if rows.has(committed.position, start):
-                return committed, rows.between(committed.position, start)
-            if self._certain is None:
-                raise RuntimeError(f"the state behind token {start} is gone")
-            return committed, rows.between(start, start)
         behind = min(rows.first, start)
-        origin, theirs = self._source._origin_of_draft(layer, behind)
+        origin, theirs = self._source._known_origin(layer, behind) or (
+            self._source._committed[layer],
+            rows.between(start, start),
+        )
         if not rows.has(behind, start):  # more than there is room for: a draft may be anything
             return origin, theirs
         ours = rows.between(behind, start)
         return origin, (torch.cat((theirs[0], ours[0])), torch.cat((theirs[1], ours[1])))
 
-    def _origin_of_draft(self, layer: int, start: int) -> tuple[_State, tuple[Tensor, Tensor]]:
-        """`_origin` for a drafting tier, which has other states where those are gone that it should begin with."""
+    def _known_origin(self, layer: int, start: int) -> tuple[_State, tuple[Tensor, Tensor]] | None:
+        """`_origin` of what has committed states; `None`: what it should begin with is gone, of which a draft, that may
+        be anything, has the committed state as it is."""
         working, committed, rows = self._working[layer], self._committed[layer], self._rows[layer]
         if working.position == start:
             return working, rows.between(start, start)
         if rows.has(committed.position, start):
             return committed, rows.between(committed.position, start)
-        return committed, rows.between(start, start)
+        return None
 
     def _keep(self, layer: int, state: _State) -> None:
         """Copies a state to host memory, if it is wanted."""
@@ -376,23 +378,19 @@ class States:
         if len(kept) == len(self._working):
             self._begin_with(kept)
         else:
-            for i, (working, committed, rows) in enumerate(
-                zip(other._working, other._committed, other._rows, strict=True)
-            ):
-                origin = working if working.position == length else committed
-                self._begin_with([origin], [i])
-                if length - origin.position > len(self._rows[i].inputs):  # of a run that had longer verifications
-                    self._rows[i] = _Rows(length - origin.position, self._linear, self._dtype, self._device)
-                self._rows[i].put(origin.position, *rows.between(origin.position, length), origin.position)
+            both = zip(other._working, other._committed, strict=True)
+            self._begin_with([working if working.position == length else committed for working, committed in both])
+            self.keep_rows(max(len(self._rows[0].inputs), *(length - state.position for state in self._committed)))
+            for mine, state, theirs in zip(self._rows, self._committed, other._rows, strict=True):
+                mine.put(state.position, *theirs.between(state.position, length), state.position)
         self._kept = {at: [one.copy_on_host() for one in states] for at, states in other._kept.items() if at <= length}
         self._went_to(length)
 
-    def _begin_with(self, states: Sequence[_State], layers: Sequence[int] | None = None) -> None:
-        """Takes the committed states of some layers, or all."""
-        for layer, state in zip(range(len(states)) if layers is None else layers, states, strict=True):
-            self._committed[layer].take(state)
-            rows = self._rows[layer]
-            self._working[layer].position = _BROKEN
+    def _begin_with(self, states: Sequence[_State]) -> None:
+        """Takes the committed states of all layers."""
+        for committed, state, working, rows in zip(self._committed, states, self._working, self._rows, strict=True):
+            committed.take(state)
+            working.position = _BROKEN
             rows.first = rows.stop = state.position
 
     def _drop_others(self, position: int) -> None:
