@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import (
@@ -105,7 +106,9 @@ FAMILIES = {
 }
 """Configuration classes of transformers and differences from the tiny shape, by name."""
 
-SMOOTH = {family: {"initializer_range": 0.03} for family in ("qwen3-next", "qwen3.5", "qwen3.5-moe")}
+SMOOTH: dict[str, dict[str, Any]] = {
+    family: {"initializer_range": 0.03} for family in ("qwen3-next", "qwen3.5", "qwen3.5-moe")
+}
 """Further differences of families whose logits are compared: with weights as large as the others', those of models with
 linear attention change by 0.003 where embeddings change by 2e-7 of themselves, in transformers too."""
 
