@@ -18,7 +18,7 @@ from ..tp.model.config import ModelConfig
 from ..tp.parallel.place import Place
 from ..tp.parallel.ranks import ALONE, Ranks
 from ..tp.parallel.split import check_split
-from ..tp.weights.registry import find_pair, parse_draft, published_cache
+from ..tp.weights.registry import MTP, find_pair, parse_draft, published_cache
 from .batch.batch import Batch
 from .batch.kept import KeptCache, reusable
 from .batch.reading import forward_in_parts
@@ -115,7 +115,8 @@ class Engine:
         Args:
             model: a preset's name, a directory, or a model of the hub (`owner/name`), downloaded if it is not there.
             draft: the same; `None` is the preset's own, if `model` is one, else none; `"none"` runs two tiers;
-                `"lookup"` proposes what followed the last tokens when they came before, `"D,lookup"` either.
+                `"lookup"` proposes what followed the last tokens when they came before, `"D,lookup"` either; `"mtp"` is
+                the target's own multi-token-prediction head.
             device: `auto` (CUDA where there is one), `cpu` or `cuda`.
             dtype: `auto` (the checkpoint's own), `float32`, `bfloat16` or `float16`.
             gpus: ranks that share the model; more than 1 under torchrun, which then says how many there are.
@@ -141,6 +142,9 @@ class Engine:
         target_directory, draft_directory = find_pair(model, wanted if settings.tiers == 3 else "none")
         target_config = ModelConfig.load(target_directory).with_rope_scaling(rope_scaling)
         draft_config = ModelConfig.load(draft_directory) if draft_directory else None
+        has_head = str(wanted) == MTP and settings.tiers == 3
+        if has_head:
+            draft_config = target_config.mtp_head
         if draft_config:
             check_draft(target_config, draft_config)
         check_split(target_config, place.size if place else 1)
@@ -155,7 +159,10 @@ class Engine:
         ranks.share(None)  # no rank loads before every rank has found that there is room
         tiling = limits.tiling
         target = Decoder.load(target_directory, target_config, dtype=kind, device=where, ranks=ranks, tiling=tiling)
-        small = Decoder.load(draft_directory, dtype=kind, device=where, tiling=tiling) if draft_directory else None
+        if has_head:
+            small = Decoder.mtp_head(target_directory, target)
+        else:
+            small = Decoder.load(draft_directory, dtype=kind, device=where, tiling=tiling) if draft_directory else None
         names = str(model), str(draft or model) if small or lookup else None
         engine = cls(target, small, settings, names, system)
         engine.contexts = ModelContexts(store, target_directory, str(model), target, settings.pack)

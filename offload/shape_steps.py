@@ -15,6 +15,7 @@ from torch import Tensor
 from ..tp.decoder import Decoder
 from ..tp.model.config import ModelConfig
 from .batch.kept import KeptCache
+from .caches.hidden_states import HiddenStates
 from .caches.retrieval import RetrievalCache
 from .caches.streaming import StreamingCache
 from .caches.synthetic import fill_with_zeros
@@ -135,7 +136,8 @@ class ShapeSteps:
         plan_here(self._request, device, free_disk=DiskSpace(contexts_root()).free_bytes).check()
         weights = RandomWeights(dtype, device)
         self.target = Decoder(target, weights, device)  # pyright: ignore[reportArgumentType]
-        self.draft = Decoder(draft, weights, device) if draft else None  # pyright: ignore[reportArgumentType]
+        model = self.target if draft and draft.is_head else None
+        self.draft = Decoder(draft, weights, device, model=model) if draft else None  # pyright: ignore[reportArgumentType]
         capture = make_capture(device)
         self.graphs = Graphs(capture)
         """Of the steps, as an engine would replay them."""
@@ -173,7 +175,8 @@ class ShapeSteps:
         drafting = Passes(self.target, retrieval, self.graphs)
         draft: list[float] = []
         if self.draft is not None:
-            streaming = StreamingCache(self.draft)
+            hidden_states = HiddenStates(self.target) if self.draft.config.is_head else None
+            streaming = StreamingCache(self.draft, hidden_states=hidden_states)
             small = Passes(self.draft, streaming, self.graphs)
             self._step(small, streaming.sinks + streaming.window, keep=True)
             draft = self._timed(small, 1)

@@ -20,7 +20,7 @@ from ..kernels.delta_rule import DeltaWeights, gated_norm
 from ..kernels.layers import by_rows, by_sigmoid, rms_norm, rows_are_independent
 from ..kernels.selection import STEP_ROWS
 from .errors import ModelError
-from .matrices import ExpertMlps, GatedMlp, Matrix, Mlp, ModelMatrices, SharedExpert, Weight, layer_prefix
+from .matrices import ExpertMlps, GatedMlp, Matrix, Mlp, ModelMatrices, SharedExpert, Weight
 from .model.config import ModelConfig
 from .model.linear_attention import LinearAttention
 from .parallel.ranks import ALONE, Ranks
@@ -136,6 +136,16 @@ class Cache(Protocol):
         """
         ...
 
+    def keep_hidden(self, hidden: Tensor) -> None:
+        """Is given what the `n` tokens of a pass have behind the last layer, `[n, hidden]`, once they are in all of
+        them."""
+        ...
+
+    def hidden_before(self, n: int) -> Tensor:
+        """What a multi-token-prediction head knows of the token before each of the next `n`: hidden states, behind the
+        norm, `[n, hidden]`. Called after `prepare`."""
+        ...
+
     def rollback(self, length: int) -> None:
         """Removes every token from position `length` on, exactly as if they had never been added."""
         ...
@@ -195,8 +205,30 @@ class _Layer:
         return self.attention.inputs, self.attention.o, *self.mlp.weights
 
 
+@dataclass(frozen=True)
+class _Fusion:
+    """What a multi-token-prediction head begins with."""
+
+    embedding_norm: Tensor  # [hidden]
+    hidden_norm: Tensor  # [hidden]
+    projection: Weight  # [hidden, 2 * hidden]
+
+    def of(self, embedded: Tensor, before: Tensor, eps: float) -> Tensor:
+        """Of tokens' embeddings and the hidden states of the tokens before them, both `[n, hidden]`."""
+        both = rms_norm(embedded, self.embedding_norm, eps), rms_norm(before, self.hidden_norm, eps)
+        return self.projection.times(torch.cat(both, dim=1))
+
+    def tensors(self) -> Iterator[Tensor]:
+        """What is held."""
+        yield from (self.embedding_norm, self.hidden_norm)
+        yield from self.projection.tensors()
+
+
 class Decoder:
-    """A Llama-shaped decoder, or one rank's part of it, with its weights on one device."""
+    """A Llama-shaped decoder, or one rank's part of it, with its weights on one device.
+
+    A model's multi-token-prediction head is one, too, of a layer: see `mtp_head`.
+    """
 
     def __init__(
         self,
@@ -205,12 +237,14 @@ class Decoder:
         device: torch.device,
         ranks: Ranks = ALONE,
         tiling: Tiling = TILING,
+        model: Decoder | None = None,
     ) -> None:
         """Reads the weights, or this rank's part of them.
 
         Args:
             ranks: those that share the model.
             tiling: how the rows of a long pass are computed together.
+            model: whose embedding and output head are used; of a multi-token-prediction head.
 
         Raises:
             ModelError: see `Checkpoint`.
@@ -226,12 +260,24 @@ class Decoder:
         self.device = device
         self.rope = Rope(config, device)
         self.matrices = matrices = ModelMatrices.of(config, split)
-        self._embedding = matrices.embedding.read(checkpoint, "", config.quantisation)
+        in_few_bits = config.quantisation
+        self._fusion: _Fusion | None = None
+        if model:
+            assert matrices.fusion
+            self._fusion = _Fusion(
+                embedding_norm=_read_norm(config, checkpoint, "mtp.pre_fc_norm_embedding", config.hidden_size),
+                hidden_norm=_read_norm(config, checkpoint, "mtp.pre_fc_norm_hidden", config.hidden_size),
+                projection=matrices.fusion.read(checkpoint, "", in_few_bits),
+            )
+            self._embedding, self._head = model._embedding, model._head
+        else:
+            self._embedding = matrices.embedding.read(checkpoint, "", in_few_bits)
         of_rank = config, self.part, split.key_heads.start, matrices, checkpoint
         self._layers = [_read_layer(*of_rank, i) for i in range(config.num_layers)]
-        self._norm = _read_norm(config, checkpoint, "model.norm", config.hidden_size)
-        tied = self._embedding.outputs(split.vocabulary)
-        self._head = matrices.head.read(checkpoint, "", config.quantisation) if matrices.head else tied
+        self._norm = _read_norm(config, checkpoint, "mtp.norm" if model else "model.norm", config.hidden_size)
+        if not model:
+            tied = self._embedding.outputs(split.vocabulary)
+            self._head = matrices.head.read(checkpoint, "", in_few_bits) if matrices.head else tied
         self._missing_logits = matrices.head_rows - len(range(config.vocab_size)[split.vocabulary])
         self.dtype = checkpoint.dtype
         # What a scaled embedding is multiplied by is rounded, as it is in `transformers`.
@@ -259,6 +305,18 @@ class Decoder:
         """
         config = config or ModelConfig.load(directory)
         return cls(config, Checkpoint(directory, dtype, device), device, ranks, tiling)
+
+    @classmethod
+    def mtp_head(cls, directory: Path, model: Decoder) -> Decoder:
+        """The multi-token-prediction head of `model`, which is that of the directory, on the same device and ranks. It
+        says what follows a token from its embedding and the model's hidden state of the token before; its cache gives
+        it these (`Cache.hidden_before`).
+
+        Raises:
+            ModelError: see `ModelConfig.mtp_head` and `Checkpoint`.
+        """
+        checkpoint = Checkpoint(directory, model.dtype, model.device, further_tokens=True)
+        return cls(model.config.mtp_head, checkpoint, model.device, model.ranks, model.tiling, model)
 
     @torch.inference_mode()
     def forward(
@@ -309,6 +367,8 @@ class Decoder:
         start = cache.length
         cache.prepare(token_ids.shape[0])
         hidden = self._embedded(token_ids)
+        if self._fusion:
+            hidden = self._fusion.of(hidden, cache.hidden_before(len(token_ids)), self.config.rms_norm_eps)
         parts = self.tiling.tiles(start, hidden.shape[0], stop)
         work = _Progress(self.config, start, hidden.shape[0], on_progress)
         yield
@@ -319,11 +379,17 @@ class Decoder:
                 self._mlp(layer, rows)
                 work.add(rows.shape[0])
                 yield
+        cache.keep_hidden(hidden)
         return self._logits(hidden[-num_logits:])
+
+    def normed(self, hidden: Tensor) -> Tensor:
+        """What the output head gets for `hidden` `[n, hidden]`, which are behind the last layer."""
+        return self._rms_norm(hidden, self._norm)
 
     def held(self) -> Iterator[tuple[str, Tensor]]:
         """The tensors on the device, by part: `weights`, and `rope` of its tables."""
-        kept = [*self._embedding.tensors(), self._norm, *self._head.tensors()]
+        ends = self._fusion.tensors() if self._fusion else (*self._embedding.tensors(), *self._head.tensors())
+        kept = [self._norm, *ends]
         yield from (("weights", tensor) for tensor in kept)
         yield from (("weights", tensor) for layer in self._layers for tensor in layer.tensors())
         yield from self.rope.held()
@@ -479,7 +545,7 @@ def _read_layer(
     def weight(matrix: Matrix) -> Weight:
         return matrix.read(checkpoint, prefix, config.quantisation)
 
-    prefix = layer_prefix(index)
+    prefix = matrices.prefix(index)
     hidden, head_dim, behind = config.hidden_size, config.head_dim, config.norms_behind
     of_linear = config.linear.layers if config.linear else ()
     before = sum(layer < index for layer in of_linear)

@@ -414,6 +414,9 @@ class ModelMatrices:
     """`None` where it is the embedding."""
     head_rows: int
     """Of the largest part of the output head; the last ranks' parts may be smaller."""
+    fusion: Matrix | None
+    """Of a multi-token-prediction head, whose embedding and output head are the model's: what goes into its layer is
+    projected by it."""
     experts: Experts | None
     num_layers: int
     norms: int
@@ -461,6 +464,7 @@ class ModelMatrices:
             embedding=Matrix((Projection("model.embed_tokens", config.vocab_size, hidden),)),
             head=None if config.tie_word_embeddings else Matrix((head,)),
             head_rows=split.vocabulary_room,
+            fusion=Matrix((Projection("mtp.fc", hidden, 2 * hidden),)) if config.is_head else None,
             num_layers=config.num_layers,
             norms=hidden * (4 if config.norms_behind else 2),
             attention_norms=2 * size * config.qk_norm,
@@ -490,20 +494,24 @@ class ModelMatrices:
         linear = sum(matrix.numbers for matrix in self.linear or ()) + sum(self.linear_vectors)
         layers = self.num_layers * (of_mlps + router + self.norms)
         layers += (self.num_layers - len(self.linear_layers)) * attention + len(self.linear_layers) * linear
+        if self.fusion:
+            return layers + self.fusion.numbers + 3 * hidden
         return layers + self.embedding.numbers + (self.head is not None) * self.head_rows * hidden + hidden
 
     @property
     def numbers_of_a_row(self) -> int:
         """Those that a pass multiplies each row by: all but the embedding, of which rows are looked up, and the experts
         that are not the row's."""
-        whole = self.numbers - self.embedding.numbers
+        whole = self.numbers - (0 if self.fusion else self.embedding.numbers)
         if self.experts:
             of_expert = sum(matrix.numbers for matrix in self.mlp)
             whole -= self.num_layers * (self.experts.count - self.experts.used) * of_expert
-        return whole if self.head else whole + self.head_rows * self.embedding.shape[1]
+        return whole if self.head and not self.fusion else whole + self.head_rows * self.embedding.shape[1]
 
     def num_bytes(self, dtype: torch.dtype) -> int:
         """What they take in memory."""
+        if self.fusion:
+            return self._layer_bytes(dtype) + self._fusion_bytes(self.fusion, dtype)
         embedding = self._bytes_of(self.embedding, self.embedding.shape[0], dtype)
         head = self._bytes_of(self.head, self.head_rows, dtype) if self.head else 0
         return self._layer_bytes(dtype) + embedding + head
@@ -515,7 +523,13 @@ class ModelMatrices:
         if self.experts:
             share = 1 - (1 - self.experts.used / self.experts.count) ** rows
         of_layers = self._layer_bytes(dtype, share)
+        if self.fusion:
+            of_layers += self._fusion_bytes(self.fusion, dtype)
         return of_layers + self._bytes_of(self.head or self.embedding, self.head_rows, dtype)
+
+    def prefix(self, layer: int) -> str:
+        """What the names of a layer's tensors begin with."""
+        return f"mtp.layers.{layer}." if self.fusion else layer_prefix(layer)
 
     def of_layer(self, layer: int) -> tuple[Matrix, ...]:
         """Its matrices, but for the router."""
@@ -538,7 +552,7 @@ class ModelMatrices:
         found = self.num_layers * (self.norms * of_norm + router) + self.embedding.shape[1] * of_norm
         found += (self.num_layers - len(self.linear_layers)) * attention + len(self.linear_layers) * linear
         for layer, count in self._alike():
-            prefix = layer_prefix(layer)
+            prefix = self.prefix(layer)
             # All experts of a layer are stored alike.
             first = (matrix.of_expert(0) for matrix in self.mlp)
             of_mlp = sum(matrix.num_bytes(dtype, self.quantisation, prefix) for matrix in first)
@@ -546,6 +560,11 @@ class ModelMatrices:
             whole = sum(matrix.num_bytes(dtype, self.quantisation, prefix) for matrix in others)
             found += count * (whole + int(share * self._num_mlps * of_mlp))
         return found
+
+    def _fusion_bytes(self, fusion: Matrix, dtype: torch.dtype) -> int:
+        """Of the projection, and the two norms before it."""
+        norms = 2 * self.embedding.shape[1] * (4 if self.float32_norms else dtype.itemsize)
+        return fusion.num_bytes(dtype, self.quantisation, "") + norms
 
     def _alike(self) -> list[tuple[int, int]]:
         """Layers, and how many there are with as many bytes as each, itself included."""
@@ -569,7 +588,14 @@ class ModelMatrices:
             return 0
         head = self.head or self.embedding
         of_head = [head] if self.quantisation.covers(head.projections[0].name) else []
-        of_layers = self.qkv, self.o, *(self.linear or ()), *self.mlp, *self._shared
+        of_layers = (
+            self.qkv,
+            self.o,
+            *(self.linear or ()),
+            *self.mlp,
+            *self._shared,
+            *([self.fusion] if self.fusion else []),
+        )
         largest = max(prod(matrix.shape) for matrix in (*of_layers, *of_head))
         return expansion_bytes(largest, dtype, is_step=is_step)
 
@@ -611,7 +637,7 @@ def _linear_vectors(linear: LinearAttention | None) -> tuple[int, int]:
 
 
 def layer_prefix(index: int) -> str:
-    """What the names of a layer's tensors begin with."""
+    """What the names of a layer's tensors begin with, but for a multi-token-prediction head's."""
     return f"model.layers.{index}."
 
 

@@ -310,7 +310,8 @@ class ModelOptions(ReportOptions):
             MACHINE,
             DRAFT,
             "The small model that drafts tokens, given like --model; [bold]none[/] runs two tiers without one; "
-            "[bold]lookup[/] drafts what followed the last words when they came before, [bold]D,lookup[/] both. "
+            "[bold]lookup[/] drafts what followed the last words when they came before, [bold]D,lookup[/] both; "
+            "[bold]mtp[/] is the model's own multi-token-prediction head (Qwen3-Next, Qwen3.5). "
             "Default: the preset's own, else none.",
         ),
     ] = None

@@ -13,6 +13,7 @@ from ...tp.devices import device_name
 from ...tp.errors import CapacityError
 from ...tp.units import gib
 from ..caches.full import FullCache
+from ..caches.hidden_states import HiddenStates
 from ..caches.retrieval import RetrievalCache
 from ..caches.streaming import StreamingCache
 from ..checks import tokens_are_exact
@@ -298,7 +299,11 @@ class SequenceSetup:
             passes["retrieval"] = self._passes("retrieval", target, retrieval)
             refresh = RetrievalRefresh(retrieval, RefreshPolicy(models.settings.refresh), rows)
         if models.draft and len(self.tiers) == 3:
-            streaming = StreamingCache(models.draft, certain=lambda: full.length, state_rows=plan.state_rows)
+            read = HiddenStates(models.target) if models.draft.config.is_head else None
+            if read:
+                full.leave_hidden_states_in(read)
+            of_states = {"certain": lambda: full.length, "state_rows": plan.state_rows}
+            streaming = StreamingCache(models.draft, **of_states, hidden_states=read)
             passes["draft"] = self._passes("draft", models.draft, streaming)
         eos = () if order.ignore_eos else models.target.config.eos_token_ids
         sampler = Sampler(order.sampling, self._noise(order.sampling, order.number), frozenset(eos))

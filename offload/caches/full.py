@@ -28,6 +28,7 @@ from ..transfer.device_blocks import Blocks, DeviceBlocks, PausedPass
 from ..transfer.link import Traffic
 from ..transfer.placement import block_size_for
 from .block_attention import BlockAttention, QueryRows
+from .hidden_states import HiddenStates
 from .recent_mass import RECENT_ROWS, MassPart, RecentMass
 from .states import States
 from .windows import WindowBlocks
@@ -169,6 +170,7 @@ class FullCache:
         broken off. Tokens stay."""
         self.blocks.release()
         self.windows.release()
+        self._hidden_states: weakref.ref[HiddenStates] | None = None
         self._collector: weakref.WeakMethod[Callable[[], BlockCollector | None]] | None = None
         config, max_chunks = self.config, -(-self.capacity // self.chunk_size)
         self._attention = BlockAttention(config.attention_scale, self.chunk_size)
@@ -190,6 +192,15 @@ class FullCache:
         """Has the blocks that a pass attends to handed to what `collector` gives then, where they are not all on the
         device: until `end_run`, and as long as the object lives whose method it is."""
         self._collector = weakref.WeakMethod(collector)
+
+    def leave_hidden_states_in(self, states: HiddenStates) -> None:
+        """Has passes leave there what a multi-token-prediction head reads: until `end_run`, and as long as it lives."""
+        self._hidden_states = weakref.ref(states)
+
+    @property
+    def hidden_states(self) -> HiddenStates | None:
+        """Where passes leave that, if such a head drafts."""
+        return self._hidden_states and self._hidden_states()
 
     @property
     def collector(self) -> BlockCollector | None:
@@ -213,6 +224,13 @@ class FullCache:
     def advance_states(self, layer: int, inputs: Tensor, gates: Tensor, weights: DeltaWeights) -> Tensor:
         assert self.states
         return self.states.advance(layer, inputs, gates, weights)
+
+    def keep_hidden(self, hidden: Tensor) -> None:
+        if states := self.hidden_states:
+            states.keep(self.length, hidden)
+
+    def hidden_before(self, n: int) -> Tensor:
+        raise NotImplementedError("the target is no multi-token-prediction head")
 
     def pausable(self, n: int) -> bool:
         """Whether a pass over `n` tokens can be set aside between two layers: not where blocks stream past in it."""
@@ -464,3 +482,5 @@ class FullCache:
         self._restored = min(self._restored, length)
         self._begin = self._stop = self.length
         self.blocks.rollback(self.length - self.start)
+        if states := self.hidden_states:
+            states.cut(self.length)

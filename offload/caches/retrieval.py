@@ -130,6 +130,13 @@ class RetrievalCache:
         assert self._states
         return self._states.advance(layer, inputs, gates, weights)
 
+    def keep_hidden(self, hidden: Tensor) -> None:
+        if states := self.source.hidden_states:
+            states.keep(self.length, hidden)
+
+    def hidden_before(self, n: int) -> Tensor:
+        raise NotImplementedError("the target is no multi-token-prediction head")
+
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         start, n = self._filled[layer], q.shape[1]
         at = self.at or self._slots_from(start)
@@ -157,6 +164,8 @@ class RetrievalCache:
         """Forgets tokens from `length` on. If that reaches into the chunks, `refresh` must come before `attend`."""
         self._filled = [min(filled, length) for filled in self._filled]
         self._verified = min(self._verified, length)
+        if states := self.source.hidden_states:
+            states.cut(length)
 
     @torch.inference_mode()
     def refresh(self, *, at_once: bool = False) -> None:

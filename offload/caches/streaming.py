@@ -5,6 +5,9 @@ as well at token 128,000 as at token 200. Towards the sinks a query at position 
 `min(t, sinks + window - 1)`; towards the recent tokens distances are the true ones. What a query sees depends on the
 tokens alone, not on how they were grouped into passes. Layers with linear attention have states, which begin with the
 tokens that a prefill runs.
+
+A multi-token-prediction head has a window alone: attention with output gates needs no sinks (arXiv 2505.06708), and the
+hidden states of the first tokens are not known where a text goes on from a saved context.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ from ...tp.devices import to_device
 from ...tp.model.config import ModelConfig
 from ..held import Held, held_scratch
 from ..vocabulary import readable
+from .hidden_states import HiddenStates, hidden_state_bytes
 from .states import LEAST_ROWS, States
 from .token_slots import TokenSlots
 
@@ -35,10 +39,17 @@ STREAMING_POSITIONS = SINKS + WINDOW + 2 * SLACK
 """That keys are rotated to."""
 
 
+def sinks_of(config: ModelConfig) -> int:
+    """Sinks of a `StreamingCache` for a model."""
+    return 0 if config.is_head else SINKS
+
+
 def streaming_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
-    """Bytes of a `StreamingCache` of these lengths: keys and values of the sinks, and of the rest also rotated keys."""
-    rows = 2 * SINKS + 3 * (WINDOW + 2 * SLACK)
-    return rows * config.kv_layers * config.num_kv_heads * config.head_dim * dtype.itemsize
+    """Bytes of a `StreamingCache` of these lengths: keys and values of the sinks, and of the rest also rotated keys;
+    and of what a multi-token-prediction head reads."""
+    rows = 2 * sinks_of(config) + 3 * (WINDOW + 2 * SLACK)
+    found = rows * config.kv_layers * config.num_kv_heads * config.head_dim * dtype.itemsize
+    return found + hidden_state_bytes(config, dtype) if config.is_head else found
 
 
 def streaming_prefill(num_layers: int) -> int:
@@ -53,14 +64,21 @@ class StreamingCache:
         self,
         decoder: Decoder,
         *,
-        sinks: int = SINKS,
+        sinks: int | None = None,
         window: int = WINDOW,
         slack: int = SLACK,
         certain: Callable[[], int] | None = None,
         state_rows: int = LEAST_ROWS,
+        hidden_states: HiddenStates | None = None,
     ) -> None:
-        """Args: `certain` and `state_rows` are those of `States`, if the model has any."""
-        config = decoder.config
+        """Args:
+        sinks: `None`: `sinks_of` the model.
+        certain, state_rows: those of `States`, if the model has any.
+        hidden_states: what it reads, if it is a multi-token-prediction head.
+        """
+        config = decoder.part
+        self._decoder, self.hidden_states = decoder, hidden_states
+        sinks = sinks_of(config) if sinks is None else sinks
         linear, where = config.linear, (decoder.dtype, decoder.device)
         self._states = States(linear, *where, rows=state_rows, certain=certain) if linear else None
         self.sinks, self.window, self.slack = sinks, window, slack
@@ -96,13 +114,14 @@ class StreamingCache:
         for layers in (self._sink_keys, self._sink_values, self._keys, self._values, self._rotated):
             yield from (("draft_kv", layer) for layer in layers)
         yield from (("draft_kv", tensor) for tensor in (self._states.tensors() if self._states else ()))
+        yield from self.hidden_states.held() if self.hidden_states else ()
         yield from held_scratch(self._scratch)
 
     def before_growth(self, drop: Callable[[], None]) -> None:
         """Nothing here grows."""
 
     def token_slots(self, n: int) -> TokenSlots | None:
-        if self._states or not self._steady(n):
+        if self._states or self.hidden_states or not self._steady(n):
             return None
         slot = self.length - self._origins[0]
         return TokenSlots(slot, slot)
@@ -126,6 +145,14 @@ class StreamingCache:
         assert self._states
         return self._states.advance(layer, inputs, gates, weights)
 
+    def keep_hidden(self, hidden: Tensor) -> None:
+        if self.hidden_states:
+            self.hidden_states.keep_own(self.length - 1, self._decoder.normed(hidden[-1:]))
+
+    def hidden_before(self, n: int) -> Tensor:
+        assert self.hidden_states, "nothing keeps the hidden states that a multi-token-prediction head reads"
+        return self.hidden_states.before(self.length, n)
+
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         parts = []
         taken, n = 0, q.shape[1]
@@ -148,21 +175,22 @@ class StreamingCache:
             sink_values[:, start : start + n] = v
         capped = self.sinks + self.window - 1
         rope = self._rope
-        sink_q = rope.rotate_to(layer, q, capped) if start > capped else rope.rotate(layer, q, start)
         scratch = None if self.at else self._scratch  # a captured pass needs memory that stays where it is
         running = None if start < self.sinks else new_running(q)  # attention to the sinks, which the rest goes on from
-        out, _ = attend(
-            sink_q,
-            sink_keys,
-            sink_values,
-            scale=self._scale,
-            diagonal=start,
-            scratch=scratch,
-            running=running,
-            rounded=True,
-        )
-        if running is None:
-            return out
+        if self.sinks:
+            sink_q = rope.rotate_to(layer, q, capped) if start > capped else rope.rotate(layer, q, start)
+            out, _ = attend(
+                sink_q,
+                sink_keys,
+                sink_values,
+                scale=self._scale,
+                diagonal=start,
+                scratch=scratch,
+                running=running,
+                rounded=True,
+            )
+            if running is None:
+                return out
         slot = self._make_slots(layer, start, n)
         at = self.at or TokenSlots(slot, slot)
         at.put(self._keys[layer], k)
@@ -221,6 +249,8 @@ def prefill_streaming(decoder: Decoder, cache: StreamingCache, token_ids: Sequen
     `cache.slack` more, so that the window is complete after a rollback too.
     """
     start = len(token_ids) - decoder.config.num_layers * cache.window - cache.slack
+    if cache.hidden_states:  # the first token of those that are known tells of the next one only
+        start = max(start, cache.hidden_states.known.start + 1)
     parts = [token_ids]
     if start > cache.sinks:
         parts = [token_ids[: cache.sinks], token_ids[start:]]

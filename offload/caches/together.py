@@ -58,6 +58,13 @@ class JoinedCache:
         ]
         return torch.cat(outs)
 
+    def keep_hidden(self, hidden: Tensor) -> None:
+        for cache, rows in zip(self._caches, rows_of(self.counts), strict=True):
+            cache.keep_hidden(hidden[rows])
+
+    def hidden_before(self, n: int) -> Tensor:
+        return torch.cat([cache.hidden_before(count) for cache, count in zip(self._caches, self.counts, strict=True)])
+
     def rollback(self, length: int) -> None:
         raise NotImplementedError("sequences are rolled back one by one")
 

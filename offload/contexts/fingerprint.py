@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 _CACHE = ".fingerprints.json"
 """A name that no context can have."""
 
-_NOT_IN_KV = ("name", "eos_token_ids", "dtype", "max_position_embeddings", "dual_chunk")
+_NOT_IN_KV = ("name", "eos_token_ids", "dtype", "max_position_embeddings", "dual_chunk", "further_layers", "is_head")
 """What a configuration says beyond keys and values; the number format in use counts, not the checkpoint's."""
 
 _LATER = (

@@ -205,5 +205,11 @@ class _BetweenPieces:
     def advance_states(self, layer: int, inputs: Tensor, gates: Tensor, weights: DeltaWeights) -> Tensor:
         raise NotImplementedError("passes with states are not captured")
 
+    def keep_hidden(self, hidden: Tensor) -> None:
+        """Models without states have nobody who asks for it."""
+
+    def hidden_before(self, n: int) -> Tensor:
+        raise NotImplementedError("passes of a multi-token-prediction head are not captured")
+
     def rollback(self, length: int) -> None:
         raise NotImplementedError("nothing is kept")

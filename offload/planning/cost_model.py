@@ -21,7 +21,6 @@ from typing import Protocol
 
 import torch
 
-from ...tp.matrices import ModelMatrices
 from ..speculation.lengths import LOOKUP_SECONDS, Acceptance, PassCost, expected_tokens, fastest_length
 from .cards import DISK_BANDWIDTH, Card, card_named
 from .request import RunRequest
@@ -221,12 +220,12 @@ class PassTimes:
         return self._target(rows, self.plan.budget, self.plan.request.sequences * self.plan.budget)
 
     def draft(self, rows: int = 1) -> float:
-        """A step of the draft model, which every rank runs whole, or a token that is looked up; 0 without either.
-        Further rows cost nothing."""
-        request, draft = self.plan.request, self.plan.request.small
-        if draft is None:
+        """A step of the draft model, or of a multi-token-prediction head, or a token that is looked up; 0 without
+        any. Further rows cost nothing."""
+        request, draft, matrices = self.plan.request, self.plan.request.small, self.plan.request.small_matrices
+        if draft is None or matrices is None:
             return LOOKUP_SECONDS if request.settings.lookup else 0.0
-        read = float(ModelMatrices.of(draft).bytes_of_a_pass(request.dtype))
+        read = float(matrices.bytes_of_a_pass(request.dtype))
         read += request.sequences * DRAFT_TOKENS * draft.kv_bytes_per_token(request.dtype)
         return self.hardware.draft_step_seconds(read, draft.num_layers)
 

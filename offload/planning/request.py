@@ -121,8 +121,16 @@ class RunRequest:
 
     @property
     def small(self) -> ModelConfig | None:
-        """The draft model, where three tiers run."""
-        return self.draft if self.settings.tiers == 3 else None
+        """The draft model, where three tiers run: every rank has all of it, or its part of a multi-token-prediction
+        head."""
+        draft = self.draft if self.settings.tiers == 3 else None
+        return self.split.config(draft) if draft and draft.is_head else draft
+
+    @property
+    def small_matrices(self) -> ModelMatrices | None:
+        """What a rank holds of the draft model's weights, where three tiers run."""
+        draft = self.draft if self.settings.tiers == 3 else None
+        return draft and ModelMatrices.of(draft, self.split if draft.is_head else None)
 
     def packs(self, *, on_disk: bool) -> bool:
         """Whether blocks that stream are packed: by themselves where kernels do it, and blocks have a link or a disk to

@@ -18,7 +18,6 @@ from ...kernels.delta_rule import CHUNK, TOGETHER
 from ...kernels.plain_attention import scratch_bytes
 from ...kernels.selection import KEYS_PER_SPLIT, MOST_PARTS, STEP_ROWS, TILE_ROWS
 from ...tp.errors import CapacityError
-from ...tp.matrices import ModelMatrices
 from ...tp.model.config import ModelConfig
 from ...tp.model.linear_attention import LinearAttention
 from ...tp.rope import rope_bytes
@@ -239,9 +238,9 @@ class RunPlan:
             return {}
         rows = self.retrieval_draft.longest + 2 if self.budget else 0  # of the longest captured pass; all shorter ones
         of_target, of_draft = rows * (rows + 1) // 2, rows
-        if request.part.linear:  # passes with states are not captured
-            of_target = 0
-            of_draft = rows if request.small and not request.small.linear else 0
+        if request.part.linear:  # passes with states are not captured, nor those of what reads hidden states
+            of_target, small = 0, request.small
+            of_draft = rows if small and not (small.linear or small.is_head) else 0
         logits = 4 * request.target.vocab_size * (of_target + of_draft)
         sequences = request.sequences + request.beside
         times = 1 if sequences == 1 else sequences * (1 + JOINED)  # each one's own, and those of several
@@ -364,8 +363,8 @@ def make_plan(request: RunRequest, placement: Placement | None = None) -> RunPla
         while budget > LEAST_BUDGET and request.sequences * budget * retrieved > RETRIEVAL_SHARE * request.gpu_bytes:
             budget = max(LEAST_BUDGET, budget // 2) // chunk_size * chunk_size
     weights = request.matrices.num_bytes(request.dtype)
-    if request.small:
-        weights += ModelMatrices.of(request.small).num_bytes(request.dtype)
+    if request.small_matrices:
+        weights += request.small_matrices.num_bytes(request.dtype)
     activations, drafting = _activation_bytes(request, request.own), _draft_activation_bytes(request)
 
     def plan(placement: Placement) -> RunPlan:
@@ -622,13 +621,13 @@ def _window_workspace(request: RunRequest, rows: int) -> int:
 def _draft_activation_bytes(request: RunRequest) -> int:
     """Of the draft, which each rank has all of, over the end of the text; and the target's logits behind it, with the
     distribution that they become."""
-    small = request.small
-    if small is None:
+    small, matrices = request.small, request.small_matrices
+    if small is None or matrices is None:
         return 0
     tokens = min(request.context, streaming_prefill(small.num_layers))
     rows = min(max(request.limits.tiling.prefill_rows, STEP_ROWS), tokens)
-    hidden = tokens * small.hidden_size * request.dtype.itemsize
-    hidden += ModelMatrices.of(small).expansion_bytes(request.dtype, is_step=False)
+    hidden = tokens * small.hidden_size * request.dtype.itemsize * (6 if small.is_head else 1)  # what goes into it, too
+    hidden += matrices.expansion_bytes(request.dtype, is_step=False)
     inside = max(rows * _row_bytes(request, small), _states_bytes(request, small.linear, rows))
     return hidden + inside + 2 * 4 * request.target.vocab_size
 
@@ -677,7 +676,7 @@ def _step_bytes(request: RunRequest, placement: Placement, draft_tokens: int, se
     rows = sequences * (draft_tokens + 1)
     partial = rows * part.num_heads * (part.head_dim + 2) * 4
     layer = rows * _row_bytes(request, part) + min(MOST_PARTS, -(-request.context // KEYS_PER_SPLIT) * partial)
-    models = [request.matrices, *([ModelMatrices.of(request.small)] if request.small else [])]
+    models = [request.matrices, *([request.small_matrices] if request.small_matrices else [])]
     layer += max(one.expansion_bytes(request.dtype, is_step=True) for one in models)
     together = min(rows, max(1, (GPU_NUMBERS if request.on_gpu else CPU_NUMBERS) // vocab))
     sampling = 4 * vocab * (2 * rows + max(SORTING * together, draft_tokens + 1))  # the second of what is logged

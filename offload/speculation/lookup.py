@@ -158,6 +158,10 @@ class LookupTier(Tier):
             certain.scatter_(1, torch.tensor(tokens, device=certain.device).unsqueeze(1), 1.0)
         return certain
 
+    def end_draft(self, sequences: Sequence[TokenSequence]) -> None:
+        if self._model:
+            self._model.end_draft(sequences)
+
     def rollback(self, sequence: TokenSequence, length: int) -> None:
         sequence.lookup.occurrences.cut(length)
         if self._model:

@@ -148,7 +148,15 @@ class Tier:
         some, counts = [sequences[i] for i in drafting], [wanted[i] for i in drafting]
         for i, draft in zip(drafting, self.drafter.extend(some, counts, self.control.least_chance), strict=True):
             drafts[i] = draft
+        self.drafter.end_draft(some)
         return drafts
+
+    def end_draft(self, sequences: Sequence[TokenSequence]) -> None:
+        """Takes from this tier's caches what was drafted, where it was computed otherwise than it will be: a
+        multi-token-prediction head has its own results in the place of the target's hidden states then."""
+        if self.decoder.config.is_head:
+            for sequence in sequences:
+                self.rollback(sequence, len(sequence.context))
 
     def _verify(
         self, sequences: Sequence[TokenSequence], proposed: Sequence[list[int]]

@@ -5,6 +5,7 @@ import random
 from dataclasses import replace
 
 import pytest
+from mtp import Head
 from quantised import FORMATS, save_quantised
 from tiny import greedy_oracle, random_tokens, save_family, save_llama
 from triforce.offload import Engine, Sampling
@@ -29,6 +30,8 @@ class Models(dict):
         family, form = name
         directory = self.root / f"{family}-{form}"
         model = save_quantised(directory, FORMATS[form], family) if form else save_family(directory, family, seed=1)
+        if family in HYBRIDS and not form:
+            Head(model, seed=2).save(directory)
         self[name] = directory, model
         return self[name]
 
@@ -43,7 +46,8 @@ def models(tmp_path_factory):
 @pytest.mark.parametrize("families", [FAMILIES, HYBRIDS], ids=["others", "hybrids"])
 def test_text_of_random_settings_is_that_of_transformers(models, families, seed):
     chance = random.Random(seed)
-    directory, model = models[chance.choice(families), chance.choice(STORED)]
+    name, form = chance.choice(families), chance.choice(STORED)
+    directory, model = models[name, form]
     settings = {
         "tiers": chance.choice([1, 2, 3, 3]),
         "budget": chance.choice([24, 32, 160, 4096]),
@@ -58,7 +62,8 @@ def test_text_of_random_settings_is_that_of_transformers(models, families, seed)
         LIMITS, window_slack=chance.choice([16, 600, 2048]), largest_block=chance.choice([256, 1024, 4096])
     )
     prompt = random_tokens(chance.choice([1, 30, 300, 700, 1400]), seed=seed)
-    draft = chance.choice([models.root / "draft", "lookup", directory])
+    drafts = [models.root / "draft", "lookup", directory]
+    draft = chance.choice([*drafts, "mtp", "mtp,lookup"] if name in HYBRIDS and not form else drafts)
     system = replace(THIS_MACHINE, limits=limits)
     engine = Engine.load(directory, draft, device="cpu", dtype="float32", system=system, **settings)
     text = engine.generate(prompt, Sampling(0.0), NEW, ignore_eos=True).token_ids

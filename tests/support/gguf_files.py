@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from gguf import GGMLQuantizationType as Form
 from gguf_blocks import numbers_of, random_blocks
+from mtp import Head
 from tiny import save_family
 from transformers import PreTrainedModel
 
@@ -52,6 +53,12 @@ HYBRID_PARTS = PARTS | {
     "mlp.shared_expert.gate_proj": "ffn_gate_shexp",
     "mlp.shared_expert.up_proj": "ffn_up_shexp",
     "mlp.shared_expert.down_proj": "ffn_down_shexp",
+}
+HEAD_PARTS = {
+    "mtp.fc": "nextn.eh_proj",
+    "mtp.pre_fc_norm_embedding": "nextn.enorm",
+    "mtp.pre_fc_norm_hidden": "nextn.hnorm",
+    "mtp.norm": "nextn.shared_head_norm",
 }
 ENDS = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 SMALL = {"vocab_size": 300, "hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "eos_token_id": 298}
@@ -122,7 +129,7 @@ def save_gguf(
         rope_freqs: whether the scaling of RoPE is written as divisors of its frequencies.
         whole_inputs: whether Qwen3-Next's projections are whole, as in files before 2026.
         fused_experts: whether gate and up projections of a layer's experts are in one tensor.
-        predicting: whether a block that predicts a further token is behind the layers (MTP).
+        predicting: whether a block that predicts a further token is behind the layers: `Head(model, 2)`, in F32.
         changes: of the configuration.
     """
     is_gemma = family.startswith("gemma3")
@@ -169,8 +176,7 @@ def save_gguf(
         _add_linear_shape(writer, config, architecture)
     if predicting:
         writer.add_nextn_predict_layers(1)
-        for part in ("attn_norm", "nextn.enorm", "nextn.hnorm", "ssm_a"):
-            writer.add_tensor(f"blk.{config.num_hidden_layers}.{part}.weight", np.ones(config.hidden_size, np.float32))
+        _add_head(writer, model)
     for key, value in (vocabulary(config.vocab_size) | dict(keys or {})).items():
         _add(writer, key.format(arch=architecture), value)
     if rope_freqs:
@@ -302,6 +308,22 @@ def _add_linear(
     if columns is not None:
         back[:, columns] = numbers
     return back
+
+
+def _add_head(writer: gguf.GGUFWriter, model: PreTrainedModel) -> None:
+    """Writes a multi-token-prediction head, and a tensor that none has."""
+    layer, parts = model.config.num_hidden_layers, HYBRID_PARTS | HEAD_PARTS
+    for name, tensor in Head(model, 2).tensors().items():
+        part = name.removeprefix("mtp.layers.0.").removesuffix(".weight")
+        if tensor.dim() == 3:
+            found = _of_experts(part, tensor, fused=False)
+        elif name.endswith(GATE):
+            found = [(parts[part], tensor[0])]
+        else:  # as the converter writes norms
+            found = [(parts[part], tensor + 1.0 if tensor.dim() == 1 else tensor)]
+        for theirs, of_it in found:
+            writer.add_tensor(f"blk.{layer}.{theirs}.weight", of_it.contiguous().numpy())
+    writer.add_tensor(f"blk.{layer}.ssm_a.weight", np.ones(3, np.float32))
 
 
 def _add_windows(writer: gguf.GGUFWriter, config: Any) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from mtp import Head, hidden_states
 from spmd import run_jobs
 from tiny import greedy_oracle, save_llama
 
@@ -15,6 +16,8 @@ from gguf import GGMLQuantizationType as Form  # noqa: E402
 from gguf_files import HYBRIDS, save_gguf  # noqa: E402
 from triforce.offload import Engine, Sampling  # noqa: E402
 from triforce.offload.caches.full import FullCache  # noqa: E402
+from triforce.offload.caches.hidden_states import HiddenStates  # noqa: E402
+from triforce.offload.caches.streaming import StreamingCache  # noqa: E402
 from triforce.tp.decoder import Decoder  # noqa: E402
 from triforce.tp.errors import ModelError  # noqa: E402
 from triforce.tp.matrices import ModelMatrices  # noqa: E402
@@ -98,6 +101,30 @@ def test_vectors_and_convolutions_do_not_decide_the_number_format(tmp_path, form
     save_gguf(tmp_path / "m", "qwen3.5-moe", lambda name: form)
     want = {Form.F32: torch.float32, Form.F16: torch.float16}.get(form, torch.bfloat16)
     assert ModelConfig.load(find_model(tmp_path / "m.gguf")).dtype == want
+
+
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_its_multi_token_prediction_head_is_read(tmp_path, family):
+    """Its logits are the reference's; and a text that it drafts for is the target's."""
+    model = save_gguf(tmp_path / "m", family, lambda name: Form.F32, predicting=True)
+    directory = find_model(tmp_path / "m.gguf")
+    target = Decoder.load(directory, dtype=torch.float32, device=CPU)
+    head = Decoder.mtp_head(directory, target)
+    states = hidden_states(model, PROMPT)
+    known = HiddenStates(target)
+    known._rows[: len(states)], known.known = states, range(len(states))
+    cache = StreamingCache(head, hidden_states=known)
+    cache.skip(1)
+    found = head.forward(torch.tensor(PROMPT[1:]), cache, num_logits=len(PROMPT) - 1)
+    assert (found - Head(model, 2)(PROMPT[1:], states[:-1])[1]).abs().max() < 1e-3
+    engine = Engine.load(directory, "mtp", device="cpu", dtype="float32", budget=64)
+    assert engine.generate(PROMPT, Sampling(0.0), 20).token_ids == greedy_oracle(model, PROMPT, 20)
+
+
+def test_a_file_without_a_head_has_none(tmp_path):
+    save_gguf(tmp_path / "m", "qwen3.5", mixed)
+    with pytest.raises(ModelError, match="is not there, and --draft mtp needs one"):
+        Engine.load(find_model(tmp_path / "m.gguf"), "mtp", device="cpu")
 
 
 def test_layers_may_be_listed(tmp_path):

@@ -64,6 +64,27 @@ class ModelConfig:
     output_gate: bool = False
     rotary_dim: int = 0
     """Of a head, the first dimensions, which alone are rotated; 0: all of them."""
+    further_layers: int | None = None
+    """Of the multi-token-prediction head that its checkpoint may have; `None`: its family has none."""
+    is_head: bool = False
+    """Whether this is such a head: see `mtp_head`."""
+
+    @property
+    def mtp_head(self) -> ModelConfig:
+        """The model's multi-token-prediction head, as a model of its own: a layer that attends to keys, with the
+        model's embedding and output head. What goes into it is projected from a token's embedding and the hidden state
+        that the model has of the token before it.
+
+        Raises:
+            ModelError: it has none, or one of another kind.
+        """
+        if self.further_layers != 1:
+            found = f"has {self.further_layers} layers" if self.further_layers else "is not there"
+            raise ModelError(
+                f"the multi-token-prediction head of {self.name} {found}, and --draft mtp needs one of one layer "
+                "(Qwen3-Next and Qwen3.5 have it); give a small model to --draft, or lookup, or none"
+            )
+        return replace(self, num_layers=1, sliding_windows=(), linear=None, further_layers=None, is_head=True)
 
     @property
     def kv_layers(self) -> int:
@@ -205,6 +226,7 @@ class ModelConfig:
                 linear=linear_attention(family.linear, raw, num_layers),
                 output_gate=family.output_gate,
                 rotary_dim=_rotary_dim(raw, family, head_dim),
+                further_layers=_further_layers(raw) if family.predicts_further else None,
             )
         except KeyError as error:
             raise ModelError(f"{directory / 'config.json'} does not give {error}") from error
@@ -318,6 +340,11 @@ def _rotary_dim(raw: dict[str, Any], family: Family, head_dim: int) -> int:
     if not 2 <= found <= head_dim or found % 2:
         raise ValueError(f"partial_rotary_factor {given}, by which {found} of {head_dim} dimensions are rotated")
     return found if found < head_dim else 0
+
+
+def _further_layers(raw: dict[str, Any]) -> int:
+    """See `ModelConfig.further_layers`; 0 also for a head with an embedding of its own, which is not read."""
+    return 0 if raw.get("mtp_use_dedicated_embeddings") else int(raw.get("mtp_num_hidden_layers", 1))
 
 
 def _token_ids(value: Any) -> tuple[int, ...]:

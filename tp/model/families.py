@@ -89,6 +89,9 @@ class Family:
     """Of a head, what is rotated where the key `partial_rotary_factor` does not say it; `None`: all is, always."""
     wrapped: bool = False
     """The text model is one of several, described in `text_config`."""
+    predicts_further: bool = False
+    """Checkpoints come with a multi-token-prediction head: the key `mtp_num_hidden_layers` says how many layers it has,
+    or it is one."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
     """Values of keys that are absent from `config.json`, as in `transformers`."""
 
@@ -135,6 +138,7 @@ _HYBRID = Family(
     output_gate=True,
     rotated_share=0.25,
     wrapped=True,
+    predicts_further=True,
     defaults={
         "vocab_size": 248320,
         "hidden_size": 4096,

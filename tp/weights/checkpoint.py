@@ -29,8 +29,11 @@ _FORMATS = ("F16", "BF16", "F32", "F64", "float16", "bfloat16", "float32", "floa
 _NOT_COMPUTED = (".input_scale", ".input_zero_point", ".activation_scale", ".input_global_scale")
 """Ends of the names of what quantised activations would be computed with."""
 
-_OF_OTHERS = re.compile(r"(?:model\.)?(?:vision_tower|multi_modal_projector|visual)\.|mtp\.")
-"""Beginnings of the names of what only images need, and of what would draft tokens."""
+_OF_IMAGES = re.compile(r"(?:model\.)?(?:vision_tower|multi_modal_projector|visual)\.")
+"""Beginnings of the names of what only images need."""
+
+_OF_HEAD = "mtp."
+"""The same of a multi-token-prediction head."""
 
 _OF_EXPERTS = re.compile(r"(.+\.mlp\.experts)\.(gate_up_proj|down_proj)")
 """Names of tensors that hold a matrix of every expert of a layer: `[experts, outputs, inputs]`."""
@@ -74,11 +77,17 @@ class Checkpoint:
     memory as a whole until another is read.) Replacing a file later has no effect on what was read.
     """
 
-    def __init__(self, directory: Path, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, directory: Path, dtype: torch.dtype, device: torch.device, *, further_tokens: bool = False
+    ) -> None:
         """Reads the headers; `read` will return tensors in `dtype` on `device`.
 
+        Args: `further_tokens`: whether its multi-token-prediction head is read, and nothing else; otherwise all but
+            that is.
+
         Raises:
-            ModelError: there are no weights, or a file is missing, truncated or in an unknown format.
+            ModelError: there are no weights, or a file is missing, truncated or in an unknown format; or there is no
+                such head.
         """
         self.device = device
         self._directory, self.dtype = directory, dtype
@@ -91,8 +100,13 @@ class Checkpoint:
         for path in weight_files(directory):
             with self._opened(path) as stored:
                 for name in stored:
-                    if not _OF_OTHERS.match(name):
+                    if name.startswith(_OF_HEAD) is further_tokens and not _OF_IMAGES.match(name):
                         self._add(plain_name(name), path, stored, name)
+        if further_tokens and not self._paths:
+            raise ModelError(
+                f"the weights in {directory} have no multi-token-prediction head (no tensor mtp.fc.weight; some tools "
+                "leave it out), which --draft mtp needs; give a small model to --draft, or lookup, or none"
+            )
         self._unread = set(self._paths)
 
     def _add(self, name: str, path: Path, stored: Mapping[str, _Stored], stored_name: str) -> None:

@@ -16,6 +16,7 @@ import re
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -78,6 +79,17 @@ LINEAR_NAMES = {
 }
 """Others, where some layers have linear attention."""
 
+HEAD_NAMES = {
+    "nextn.eh_proj.weight": "mtp.fc.weight",
+    "nextn.enorm.weight": "mtp.pre_fc_norm_embedding.weight",
+    "nextn.hnorm.weight": "mtp.pre_fc_norm_hidden.weight",
+    "nextn.shared_head_norm.weight": "mtp.norm.weight",
+}
+"""Whole names within the block of a multi-token-prediction head, but for those of its layer."""
+
+_OWN_ENDS = ".nextn.embed_tokens.weight", ".nextn.shared_head_head.weight"
+"""Ends of the names of an embedding and an output head that only such a head uses, with which none is read."""
+
 LINEAR_VECTORS = {"ssm_a": "linear_attn.A_log", "ssm_dt.bias": "linear_attn.dt_bias"}
 """Whole names within such a layer."""
 
@@ -116,7 +128,7 @@ _IN_LAYER = re.compile(r"blk\.(\d{1,6})\.(.*)")
 _NOT_BY_TYPE = "mlp.shared_expert_gate.weight", "linear_attn.conv1d.weight"
 """Of a layer, what is in F32 whatever the file's type is."""
 _FILES = "config.json", GGUF_INDEX, "tokenizer.json", "tokenizer_config.json"
-_FORMAT = 3
+_FORMAT = 4
 """Of the directories: those of another one, or of another version of this package, are made anew."""
 
 
@@ -182,11 +194,15 @@ def _contents(files: list[Path]) -> dict[str, Any]:
     config = _Configuration(headers[0].metadata, path)
     divisors = tensors.pop(_ROPE_DIVISORS, None)
     placed: dict[str, dict[str, Any]] = {}
+    has_own_ends = any(name.endswith(_OWN_ENDS) for name in tensors)
     for number, tensor in tensors.values():
-        if config.passes_over(tensor.name):
-            continue
+        parts = _parts_of
+        if config.is_behind(tensor.name):
+            if has_own_ends or config.further_layers != 1:
+                continue
+            parts = _parts_of_head
         heads = config.interleaved_heads(tensor.name)
-        for name, offset, shape in _parts_of(tensor, config, path):
+        for name, offset, shape in parts(tensor, config, path):
             if name in placed:
                 raise ModelError(f"{path} has two tensors that mean the same one, such as blk.0 and blk.00")
             placed[name] = {"file": number, "offset": offset, "form": tensor.form, "shape": shape, "heads": heads}
@@ -239,6 +255,18 @@ def _parts_of(tensor: GgufTensor, config: _Configuration, path: Path) -> Iterato
     yield f"{name}.{end}", tensor.offset, shape
 
 
+def _parts_of_head(
+    tensor: GgufTensor, config: _Configuration, path: Path
+) -> Iterator[tuple[str, int, tuple[int, ...]]]:
+    """The same of a tensor of a multi-token-prediction head, if it is computed with."""
+    _, _, part = tensor.name.split(".", 2)
+    if part in HEAD_NAMES:
+        yield HEAD_NAMES[part], tensor.offset, tensor.shape
+    elif part.rpartition(".")[0] in config.layer_names or part.removesuffix(".weight") in EXPERT_NAMES:
+        for name, offset, shape in _parts_of(replace(tensor, name=f"blk.0.{part}"), config, path):
+            yield name.replace("model.layers.0.", "mtp.layers.0."), offset, shape
+
+
 def _read_floats(path: Path, tensor: GgufTensor) -> np.ndarray:
     if tensor.form != "F32" or len(tensor.shape) != 1 or tensor.shape[0] > 2**16:
         raise ModelError(f"{path} has {tensor.name!r} of the shape {tensor.shape} in {tensor.form}; it is a row of F32")
@@ -280,15 +308,19 @@ class _Configuration:
         return self._whole("block_count")
 
     @property
-    def _layers(self) -> int:
-        """Blocks, but for the last ones, which predict further tokens (MTP) and are not used."""
+    def further_layers(self) -> int:
+        """Of the blocks, the last ones, which predict further tokens (MTP)."""
         key = "nextn_predict_layers"
         found = self._metadata.get(self._key(key), 0) if self.is_linear else 0
         if type(found) is not int or not 0 <= found < self._blocks:
             raise self._odd(key, f"{str(found)[:80]!r} of {self._blocks:,} blocks")
-        return self._blocks - found
+        return found
 
-    def passes_over(self, name: str) -> bool:
+    @property
+    def _layers(self) -> int:
+        return self._blocks - self.further_layers
+
+    def is_behind(self, name: str) -> bool:
         """Whether a tensor is of a block that is no layer."""
         block = _IN_LAYER.fullmatch(name) if self.is_linear else None
         return block is not None and self._layers <= int(block[1]) < self._blocks
@@ -420,6 +452,7 @@ class _Configuration:
             "linear_tiled": self._architecture != "qwen3next",
             "linear_plain_decay": True,
             "zero_centred_norms": False,
+            "mtp_num_hidden_layers": self.further_layers if "mtp.fc.weight" in tensors else 0,
         }
 
     def _layer_types(self) -> list[str]:

@@ -75,6 +75,9 @@ class Preset:
 LOOKUP = "lookup"
 """The draft that is looked up in the text itself."""
 
+MTP = "mtp"
+"""The draft that is the target's own multi-token-prediction head."""
+
 PRESETS = {
     path.stem: Preset.load(path) for path in sorted((_PACKAGE / "presets").rglob("*.json"), key=lambda path: path.stem)
 }
@@ -87,8 +90,8 @@ def find_pair(
 
     Args:
         model: the name of a preset, a directory or a name on the hub (`owner/name`), tried in this order.
-        draft: the same, where a preset means its draft; `"none"` for no draft; `None` for that of the preset, if
-            `model` is one; see also `parse_draft`.
+        draft: the same, where a preset means its draft; `"none"` for no draft, and `"mtp"` for the target's own head,
+            which has no directory; `None` for that of the preset, if `model` is one; see also `parse_draft`.
         note: called with one line of text before a download begins.
 
     Raises:
@@ -99,7 +102,7 @@ def find_pair(
     target = find_model(preset.target if preset else model, note)
     if draft is None:
         return target, find_model(preset.draft, note) if preset else None
-    if str(draft) == "none":
+    if str(draft) in ("none", MTP):
         return target, None
     draft_preset = find_preset(draft)
     return target, find_model(draft_preset.draft if draft_preset else draft, note)

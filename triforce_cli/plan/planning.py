@@ -17,7 +17,7 @@ from ...offload.vocabulary import check_draft
 from ...tp.errors import ModelError
 from ...tp.model.config import ModelConfig
 from ...tp.weights.hub import is_hub_name
-from ...tp.weights.registry import find_downloaded, find_model, find_preset, parse_draft
+from ...tp.weights.registry import MTP, find_downloaded, find_model, find_preset, parse_draft
 
 if TYPE_CHECKING:
     from ...offload.planning.measured import Calibration, Measured
@@ -201,6 +201,8 @@ def shapes(model: str, draft: str | None, rope_scaling: str | None = None) -> tu
         return target, None
     if wanted is None:
         return target, own
+    if wanted == MTP:
+        return target, target.mtp_head
     draft_preset = find_preset(wanted)
     small = draft_preset.configs()[1] if draft_preset else _shape(str(wanted))
     check_draft(target, small)

@@ -135,7 +135,10 @@ def _assumptions(plan: Plan) -> str:
     words = f"{large:.3g}{source(large, measured[0])} of what the retrieval cache drafts is accepted when tested"
     if plan.draft is None:
         return words
-    drafts = "the small model drafts" if plan.run.request.small else "is looked up"
+    small_model = plan.run.request.small
+    drafts = "the small model drafts" if small_model else "is looked up"
+    if small_model and small_model.is_head:
+        drafts = "the model's multi-token-prediction head drafts"
     return f"{words}, {small:.2g}{source(small, measured[1])} of what {drafts}"
 
 

@@ -48,7 +48,8 @@ def report_choices(
     tiers = [f"target on all {capacity:,} tokens"]
     if plan.budget:
         tiers.insert(0, f"target on {plan.budget:,} chosen tokens")
-        drafts = [f"draft of {num_parameters(draft.config) / 1e6:,.1f} M parameters"] if draft else []
+        kind = "multi-token-prediction head" if draft and draft.config.is_head else "draft"
+        drafts = [f"{kind} of {num_parameters(draft.config) / 1e6:,.1f} M parameters"] if draft else []
         drafts += ["what came before"] if engine.settings.lookup else []
         if drafts:
             tiers.insert(0, " or ".join(drafts))

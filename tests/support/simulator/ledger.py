@@ -41,8 +41,10 @@ from triforce.offload.transfer.host import HOST
 from triforce.tp import CapacityError
 from triforce.tp.decoder import Tiling
 from triforce.tp.model.config import ModelConfig
+from triforce.tp.weights.registry import MTP
 
 sys.path.append(str(Path(__file__).parents[1]))  # where the next one is, if this is run as a script
+from mtp import Head
 from recorder import Recorder
 from spmd import run_forks
 from tiny import random_tokens, save_family, save_llama
@@ -74,6 +76,7 @@ class Ledger:
 
     def __post_init__(self) -> None:
         self.planned = Planned(self.engine)
+        self.simulator.peak = self.simulator.live  # what loading took on the way, a run has for its cache
 
     def check(self, where: str) -> None:
         """Between rounds.
@@ -195,12 +198,12 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 
 def save_models(root: Path, **sizes: int) -> Path:
-    """Tiny targets, of which one has layers with sliding windows beside others and one linear attention, and a tiny
-    draft."""
+    """Tiny targets, of which one has layers with sliding windows beside others and one linear attention and a
+    multi-token-prediction head, and a tiny draft."""
     save_llama(root / "draft", seed=9, num_hidden_layers=1, hidden_size=32, **sizes)
     save_llama(root / "target", seed=1, num_key_value_heads=2, max_position_embeddings=4096, **sizes)
     save_family(root / "windows", "gemma3", seed=1, **sizes)
-    save_family(root / "states", "qwen3.5", seed=1, **sizes)
+    Head(save_family(root / "states", "qwen3.5", seed=1, **sizes), seed=2).save(root / "states")
     return root
 
 
@@ -243,6 +246,8 @@ def _play(models: Path, seed: int, steps: int, folder: Path, ranks: int = 1) -> 
         "exact": chance.choice(["auto", "on"]),
         "draft": chance.choice([models / "draft", f"{models / 'draft'},lookup"]),
     }
+    if target.name == "states":
+        settings["draft"] = chance.choice([settings["draft"], MTP, f"{MTP},lookup"])
     if settings["dtype"] == "bfloat16" and settings["resident"] is not None:
         settings["pack"] = chance.choice(["on", "off"])
     simulator, limits, host, length, device_bytes = Simulator(), LIMITS, HOST, chance.randint(40, 300), None
@@ -311,7 +316,8 @@ def with_reserve(plan: RunPlan, needed: int) -> int:
 
 def request_of(target: Path, settings: dict[str, Any], length: int, ranks: int) -> RunRequest:
     """A run over so many tokens. The draft is beside the target."""
-    configs = [ModelConfig.load(one) for one in (target, target.parent / "draft")]
+    whole, small = (ModelConfig.load(one) for one in (target, target.parent / "draft"))
+    configs = [whole, whole.mtp_head if str(settings["draft"]).startswith(MTP) else small]
     names = {field.name for field in fields(Settings)}
     planned = Settings(**{name: value for name, value in settings.items() if name in names})
     planned = replace(planned, lookup=str(settings["draft"]).endswith(",lookup"))

@@ -21,6 +21,7 @@ class Breaking:
         self._full, self._left = full, blocks
         full.hand_blocks_to(self._collector)
         self.prepare, self.rollback, self.advance_states = full.prepare, full.rollback, full.advance_states
+        self.keep_hidden, self.hidden_before = full.keep_hidden, full.hidden_before
 
     @property
     def length(self) -> int:

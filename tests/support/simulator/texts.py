@@ -39,6 +39,7 @@ from triforce.offload.caches.full import FullCache
 from triforce.offload.planning.run_plan import make_plan
 from triforce.offload.system import THIS_MACHINE
 from triforce.offload.transfer.host import HOST
+from triforce.tp.weights.registry import MTP
 
 sys.path.append(str(Path(__file__).parents[1]))  # where the next one is, if this is run as a script
 from spmd import run_forks
@@ -286,6 +287,8 @@ def _play(models: Path, seed: int, folder: Path, ranks: int, real: bool) -> int:
         "exact": "on",
         "room": chance.choice([0, 300]),
     }
+    if target.name == "states":
+        settings["draft"] = chance.choice([settings["draft"], MTP, f"{MTP},lookup"])
     if chance.random() < 0.3:  # not all that has ended can stay
         asked = replace(request_of(target, settings | {"dtype": "float32"}, LONGEST, ranks), gpu_bytes=None)
         whole = make_plan(replace(asked, kernels=False))
