@@ -3,28 +3,47 @@
 import json
 
 import pytest
-from command import TEXT, run_here
+from command import CONTEXT, TEXT, VOCABULARY, run_here
+from mtp import Head
 from served import CHAT, COMPLETION, Process
 from templates import with_template
+from tiny import save_family
 
 QUESTION = "Why was it so?"
 SAMPLED = {"temperature": 0.7, "top_p": 0.95, "seed": 5}
 TOKENS = 12
 
 
-@pytest.fixture(params=["plain", "template"], scope="module")
-def model(request, pair, tmp_path_factory):
-    """The target of the tiny pair, and the same with a chat template."""
-    return pair[0] if request.param == "plain" else with_template(pair[0], tmp_path_factory.mktemp("chatty"))
+@pytest.fixture(params=["plain", "template", "hybrid"], scope="module")
+def kind(request):
+    return request.param
 
 
 @pytest.fixture(scope="module")
-def server(model, tmp_path_factory):
+def model(kind, pair, tmp_path_factory):
+    """The target of the tiny pair; the same with a chat template; and a model with linear attention and a head that
+    predicts further tokens."""
+    if kind == "plain":
+        return pair[0]
+    chatty = with_template(pair[0], tmp_path_factory.mktemp("chatty"))
+    if kind == "hybrid":
+        sizes = {"vocab_size": VOCABULARY, "max_position_embeddings": CONTEXT}
+        Head(save_family(chatty, "qwen3.5-moe", seed=1, **sizes), seed=2).save(chatty)
+    return chatty
+
+
+@pytest.fixture(scope="module")
+def draft(kind):
+    return "mtp" if kind == "hybrid" else "none"
+
+
+@pytest.fixture(scope="module")
+def server(model, draft, tmp_path_factory):
     forks = []
     folder = tmp_path_factory.mktemp("server")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRIFORCE_HOME", str(folder))
-        found = Process((model, model), folder / "log", forks, "--draft", "none")
+        found = Process((model, model), folder / "log", forks, "--draft", draft)
     yield found
     for fork in forks:
         fork.kill()
@@ -38,12 +57,12 @@ def book(tmp_path):
 
 
 @pytest.fixture
-def asked(model, capfd, tmp_path, monkeypatch):
+def asked(model, draft, capfd, tmp_path, monkeypatch):
     """Runs a command and returns the JSON it writes: `asked("generate", ...)`."""
     monkeypatch.setenv("TRIFORCE_HOME", str(tmp_path / "home"))
     path = tmp_path / "answer.json"
     sampling = [f"--{name.replace('_', '-')}={value}" for name, value in SAMPLED.items()]
-    fixed = ("--model", model, "--draft", "none", "--device", "cpu", "--dtype", "float32", *sampling)
+    fixed = ("--model", model, "--draft", draft, "--device", "cpu", "--dtype", "float32", *sampling)
 
     def ask(command, *options):
         given = ("--max-new-tokens", TOKENS, "--json", path, *options)
