@@ -1,0 +1,153 @@
+"""Measures a model with linear attention on a CPU: reading a prompt beside transformers, and drafts on a text that quotes
+itself.
+
+    python examples/hybrid_results.py --tokens 32768 --json hybrid.json
+
+The model has the shape of Qwen3.5-0.8B and random weights, of which the last ones are such that it quotes: each token
+has a likely successor, with which passages of the prompt go on, and a second one, which begins another passage. What
+its layers add decides between them. So the work is a real model's, and how often drafts are right is set by `--gap`: it
+says nothing of a trained model. The likely successors come from the embedding alone, so its multi-token-prediction head
+knows them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from triforce.offload import Engine, Sampling
+from triforce.offload.settings import Settings
+from triforce.offload.shape_steps import RandomWeights
+from triforce.tp.decoder import Decoder
+from triforce.tp.weights.registry import PRESETS
+
+PRESET = "qwen3.5-27b-gptq"
+"""Whose draft has the shape."""
+
+PASSAGES = 3001
+"""Tokens that the text is made of, in one order."""
+
+ADDED = 0.1
+"""What the layers add is so much less than a random model's."""
+
+CPU = torch.device("cpu")
+GREEDY = Sampling(temperature=0.0)
+
+
+class QuotingWeights(RandomWeights):
+    """Those of a model that quotes."""
+
+    def __init__(self, dtype: torch.dtype, gap: float) -> None:
+        super().__init__(dtype, CPU)
+        self._gap = gap
+        self._embedding: Tensor | None = None
+        self.second = torch.randperm(PASSAGES)
+        """The second successor of each token of the passages."""
+
+    def read(self, name: str, *shape: int, **part: Any) -> Tensor:
+        if name == "model.embed_tokens.weight":
+            self._embedding = torch.randn(shape, dtype=self.dtype)
+            return self._embedding
+        if name == "lm_head.weight":
+            return self._head(*shape)
+        if name == "mtp.fc.weight":
+            return torch.eye(*shape, dtype=self.dtype)
+        found = super().read(name, *shape, **part)
+        if name.endswith(("o_proj.weight", "out_proj.weight", "down_proj.weight")):
+            found *= ADDED
+        return found
+
+    def _head(self, tokens: int, width: int) -> Tensor:
+        assert self._embedding is not None
+        head, known = torch.zeros(tokens, width, dtype=self.dtype), self._embedding[:PASSAGES] * width**-0.5
+        head[:PASSAGES] = known.roll(1, dims=0)  # the likely one is the next
+        head[self.second] += (1 - self._gap) * known
+        return head
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--tokens", type=int, default=32_768, help="of the prompt")
+    parser.add_argument("--new-tokens", type=int, default=96)
+    parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--gap", type=float, default=0.02, help="by which the likely successor is ahead: 0 to 1")
+    parser.add_argument("--passage", type=int, default=100, help="tokens of a passage of the prompt, on average")
+    parser.add_argument("--parts", default="drafts,transformers", help="which of drafts and transformers to measure")
+    parser.add_argument("--json", help="where the figures go; default: stdout")
+    given = parser.parse_args()
+    torch.manual_seed(0)
+    found: dict[str, Any] = {"tokens": given.tokens, "gap": given.gap}
+    if "drafts" in given.parts:
+        found["drafts"] = drafts(given)
+    if "transformers" in given.parts:
+        found["transformers_prefill_s"] = transformers_prefill(given.tokens)
+        print(f"transformers reads it in {found['transformers_prefill_s']:.1f} s", file=sys.stderr)
+    with open(given.json, "w", encoding="utf-8") if given.json else sys.stdout as out:
+        json.dump(found, out, indent=2)
+
+
+def drafts(given: argparse.Namespace) -> dict[str, Any]:
+    """Plain decoding, and with each draft, in turns; medians."""
+    config = replace(PRESETS[PRESET].configs()[1], tie_word_embeddings=False)
+    weights = QuotingWeights(torch.float32, given.gap)
+    target = Decoder(config, weights, CPU)  # pyright: ignore[reportArgumentType]
+    head = Decoder(config.mtp_head, weights, CPU, model=target)  # pyright: ignore[reportArgumentType]
+    prompt = quoting_text(given.tokens, given.passage, weights.second)
+    kinds: dict[str, tuple[Decoder | None, Settings]] = {
+        "none": (None, Settings(tiers=1)),
+        "lookup": (None, Settings(lookup=True)),
+        "mtp": (head, Settings()),
+    }
+    found: dict[str, Any] = {kind: [] for kind in kinds}
+    texts = set()
+    for kind, (draft, settings) in kinds.items():
+        engine = Engine(target, draft, settings)
+        for turn in range(given.repeat + 1):
+            stats = engine.generate(prompt, GREEDY, given.new_tokens, ignore_eos=True).stats
+            texts.add(tuple(stats["token_ids"]))
+            kept = {name: stats[name] for name in ("prefill_s", "tbt_ms", "acceptance", "settings")}
+            print(kind, turn or "prefill", kept, file=sys.stderr)
+            found[kind].append(kept)
+    assert len(texts) == 1, "drafts change no text"
+    return {
+        kind: {
+            "prefill_s": runs[0]["prefill_s"],
+            "tbt_ms": statistics.median(run["tbt_ms"]["mean"] for run in runs[1:]),
+            "acceptance": runs[-1]["acceptance"],
+        }
+        for kind, runs in found.items()
+    }
+
+
+def quoting_text(tokens: int, passage: int, second: Tensor) -> list[int]:
+    """A prompt as the model would write it, with a passage of so many tokens on average."""
+    found, jumps = [0], (torch.rand(tokens) * passage < 1).tolist()
+    for i in range(tokens - 1):
+        found.append(int(second[found[-1]]) if jumps[i] else (found[-1] + 1) % PASSAGES)
+    return found
+
+
+@torch.inference_mode()
+def transformers_prefill(tokens: int) -> float:
+    """Seconds in which transformers reads so many tokens, with random weights of the same shape."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    raw = PRESETS[PRESET].raw_configs[1]
+    text = raw.get("text_config", raw)
+    config = AutoConfig.for_model(**{"model_type": "qwen3_5_text", **text})
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    prompt = torch.randint(config.vocab_size, (1, tokens))
+    began = time.perf_counter()
+    model(prompt, logits_to_keep=1, use_cache=True)
+    return time.perf_counter() - began
+
+
+if __name__ == "__main__":
+    main()
