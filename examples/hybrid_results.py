@@ -1,5 +1,5 @@
-"""Measures a model with linear attention on a CPU: reading a prompt beside transformers, and drafts on a text that quotes
-itself.
+"""Measures a model with linear attention on a CPU: reading a prompt beside transformers, and drafts on a text that
+quotes itself.
 
     python examples/hybrid_results.py --tokens 32768 --json hybrid.json
 
