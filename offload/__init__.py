@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from .contexts.store import ContextStore
     from .engine import Engine
     from .generation import Generation, Result, Round
+    from .speculation.grammar import Grammar
     from .speculation.sampling import Sampling
 
 __all__ = [
@@ -28,6 +29,7 @@ __all__ = [
     "Ended",
     "Engine",
     "Generation",
+    "Grammar",
     "Progress",
     "Request",
     "Result",
@@ -45,6 +47,7 @@ _MODULES = {
     "Ended": ".batch.run",
     "Engine": ".engine",
     "Generation": ".generation",
+    "Grammar": ".speculation.grammar",
     "Progress": ".batch.run",
     "Request": ".batch.request",
     "Result": ".generation",

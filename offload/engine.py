@@ -39,6 +39,7 @@ from .planning.memory import plan_here
 from .planning.request import RunRequest
 from .planning.run_plan import RunPlan
 from .settings import MOST_SEQUENCES, Settings
+from .speculation.grammar import Grammar, Grammars
 from .speculation.sampling import Sampling
 from .system import THIS_MACHINE, System
 from .vocabulary import check_draft
@@ -80,6 +81,8 @@ class Engine:
         self.contexts: ModelContexts | None = None
         """The saved contexts that runs may start from and save to; an engine that was loaded from files has them."""
         self._context = ContextRequest()
+        self.grammars: Grammars | None = None
+        """What follows answers with a grammar; an engine that was loaded from files has it."""
 
     @classmethod
     def load(
@@ -166,6 +169,7 @@ class Engine:
         names = str(model), str(draft or model) if small or lookup else None
         engine = cls(target, small, settings, names, system)
         engine.contexts = ModelContexts(store, target_directory, str(model), target, settings.pack)
+        engine.grammars = Grammars(target_directory, target_config)
         engine._kept.room, engine._kept.folder, engine._context = room, store.root, ContextRequest(name=context)
         return engine
 
@@ -195,6 +199,7 @@ class Engine:
         on_prefill: Callable[[float], None] | None = None,
         interrupted: Callable[[], bool] | None = None,
         contexts: ContextRequest | None = None,
+        grammar: Grammar | None = None,
     ) -> Generation:
         """Prepares a run; iterating over it does the work, one event a round.
 
@@ -211,13 +216,15 @@ class Engine:
             interrupted: asked on rank 0 after each round, and twice a second while the prompt is read; `True` ends the
                 run there, on all ranks. What was read stays for the next one.
             contexts: what to do with saved contexts; default: start from the one that the engine was loaded with.
+            grammar: the form that the answer is to have.
 
         Raises:
             ContextError: the context that is asked for cannot be used.
-            UsageError: no token, one outside the vocabulary, an impossible length, more tiers than the settings have.
+            UsageError: no token, one outside the vocabulary, an impossible length, more tiers than the settings have, a
+                grammar that cannot be followed.
             CapacityError: more tokens than the model's positions or the memory hold.
         """
-        request = Request(prompt_ids, sampling, max_new_tokens, ignore_eos)
+        request = Request(prompt_ids, sampling, max_new_tokens, ignore_eos, grammar=grammar)
         orders = [Order.of(request, self.target.config)]
         order = self._ordered(orders, tiers, reuse, contexts, alone=True)
         report = on_prefill and (lambda _, share: on_prefill(share))
@@ -498,7 +505,7 @@ class Engine:
     @property
     def _models(self) -> Models:
         loaded = self.target, self.draft, self.settings, self._names
-        return Models(*loaded, self._kept, self.contexts, self.system)
+        return Models(*loaded, self._kept, self.contexts, self.grammars, self.system)
 
     def plan(self, context: int, answer: int | None = None) -> RunPlan:
         """The plan of a run over `context` tokens, prompt and answer, as this rank alone sees the memory that is free

@@ -2,8 +2,20 @@
 
 import pytest
 import torch
+from command import VOCABULARY, save_tokenizer
 from tiny import greedy_oracle, random_tokens, save_llama
-from triforce.offload import Batch, ContextError, ContextRequest, ContextStore, Engine, Generation, Request, Sampling
+from tokenizers import Tokenizer
+from triforce.offload import (
+    Batch,
+    ContextError,
+    ContextRequest,
+    ContextStore,
+    Engine,
+    Generation,
+    Grammar,
+    Request,
+    Sampling,
+)
 from triforce.tp import CapacityError, ModelError, UsageError
 
 PROMPT = random_tokens(300)
@@ -45,6 +57,17 @@ def test_a_stream_is_an_event_a_round_and_its_json_grows_with_it(load, oracle):
         tokens += event.tokens
         assert run.stats()["new_tokens"] == len(tokens)
     assert tokens == oracle[2]
+
+
+def test_an_answer_has_the_form_that_is_asked_for(tmp_path):
+    save_tokenizer(tmp_path)
+    save_llama(tmp_path, vocab_size=VOCABULARY, eos_token_id=1)
+    engine = Engine.load(tmp_path, "none", device="cpu", dtype="float32")
+    found = engine.generate([5, 6, 7], GREEDY, NEW, grammar=Grammar("regex", "[ab]{3}")).token_ids
+    text = Tokenizer.from_file(str(tmp_path / "tokenizer.json")).decode(found[:-1])
+    assert len(text) == 3 and set(text) <= {"a", "b"} and found[-1] == 1
+    with pytest.raises(UsageError, match="cannot be followed"):
+        engine.generate([5], GREEDY, NEW, grammar=Grammar("regex", "("))
 
 
 def test_a_batch_gives_rounds_with_the_index_of_their_request(load, oracle):

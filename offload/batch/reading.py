@@ -19,6 +19,7 @@ from ..caches.streaming import prefill_streaming
 from ..planning.memory import shortage_explained
 from ..speculation.distribution import check_finite
 from ..speculation.sampler import distributions, draw
+from ..speculation.sequence import forbid
 from ..system import THIS_MACHINE, System
 from .sequence import BatchSequence
 
@@ -127,10 +128,14 @@ class Reading:
 
         Raises:
             NotFiniteError: the logits are not finite.
+            GrammarFailed: see `forbid`.
         """
         opened = self.sequence.active
-        samplers = [opened.sampler]
-        weights = distributions(self._logits, samplers, [1])
+        samplers, logits = [opened.sampler], self._logits
+        if opened.matcher:
+            logits = logits.clone()  # without what the grammar forbids
+            forbid(logits, [opened], [()])
+        weights = distributions(logits, samplers, [1])
         (token,) = draw(weights, samplers, [1], [len(opened.context)]).tolist()
         check_finite([opened], [[token]])
         opened.keep_logprobs([token], self._logits)

@@ -12,6 +12,7 @@ from ...tp.errors import TriforceError, UsageError
 from ...tp.model.config import ModelConfig
 from ..checks import checked_prompt
 from ..contexts.model import ContextPlan, ContextRequest, ModelContexts
+from ..speculation.grammar import Grammar
 from ..speculation.sampling import Sampling
 from .kept import reusable
 
@@ -32,6 +33,8 @@ class Request:
     top_logprobs: int | None = None
     """Whether the target's own probabilities are wanted of each token, before temperature and filters, and of how many
     of the likeliest ones besides; `None` for none."""
+    grammar: Grammar | None = None
+    """The form that the answer is to have."""
     contexts: ContextRequest | None = None
     """What to do with saved contexts: in a run by default what the engine was loaded for; in a batch nothing, but for
     the first one, whose are the batch's. A `save` needs all of the prompt to be read for it alone."""
@@ -51,6 +54,7 @@ class Order:
     ignore_eos: bool
     number: int
     top_logprobs: int | None = None
+    grammar: Grammar | None = None
     contexts: ContextPlan = field(default_factory=ContextPlan)
     error: TriforceError | None = None
     """Why it cannot be answered."""
@@ -58,7 +62,7 @@ class Order:
     @classmethod
     def of(cls, request: Request, config: ModelConfig) -> Order:
         """Raises:
-        UsageError: no token, one outside the vocabulary, an impossible length.
+        UsageError: no token, one outside the vocabulary, an impossible length; a grammar that cannot be followed.
         CapacityError: more tokens than the model's positions.
         """
         top = request.top_logprobs
@@ -66,7 +70,13 @@ class Order:
             raise UsageError(f"top_logprobs is {top}; it must be from 0 to the {config.vocab_size:,} of the vocabulary")
         prompt = checked_prompt(request.prompt_ids, config, request.max_new_tokens)
         sampling = request.sampling or Sampling()
-        options = request.ignore_eos, request.number, request.top_logprobs
+        if request.grammar:
+            if request.ignore_eos:
+                raise UsageError(
+                    "an answer with a grammar ends where that does, so ignore_eos cannot be given beside it"
+                )
+            request.grammar.check()
+        options = request.ignore_eos, request.number, request.top_logprobs, request.grammar
         return cls(prompt, sampling, request.max_new_tokens, *options)
 
     @classmethod

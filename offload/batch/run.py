@@ -22,7 +22,7 @@ from ..planning.memory import device_peak_bytes, host_peak_bytes, shortage_expla
 from ..rank_agreement import RankAgreement, RoundDecision
 from ..run_document import batch_document
 from ..settings import MOST_SEQUENCES
-from ..speculation.distribution import NotFiniteError
+from ..speculation.distribution import SequencesFailed
 from ..speculation.refresh import end_round
 from ..speculation.tiers import Tier
 from ..statistics import Statistics
@@ -248,7 +248,7 @@ class Run(Iterator[Event]):
                 try:
                     with self._setup.threads.in_use():
                         rounds = self._round(running)
-                except NotFiniteError as error:
+                except SequencesFailed as error:
                     if self._alone:
                         raise
                     self._fail_some(running, error)
@@ -442,7 +442,7 @@ class Run(Iterator[Event]):
         try:
             if self._alone or (self._target.ranks.size > 1 and not alike) or isinstance(failure, PeerError):
                 raise failure
-            self._fail(reading.sequence, NotFiniteError(()) if isinstance(failure, NotFiniteError) else failure)
+            self._fail(reading.sequence, failure.alone() if isinstance(failure, SequencesFailed) else failure)
         finally:
             failure = None  # or the error and this frame would hold each other, and all that its frames hold
         return self._drop(reading, keeps=False)
@@ -495,7 +495,7 @@ class Run(Iterator[Event]):
                 raise
             self._fail(sequence, error)
 
-    def _fail_some(self, running: Sequence[BatchSequence], error: NotFiniteError) -> None:
+    def _fail_some(self, running: Sequence[BatchSequence], error: SequencesFailed) -> None:
         """Ends the sequences that broke a round off; the others are as they were before it. On all ranks alike: they
         have the same logits."""
         for sequence in running:
@@ -503,7 +503,7 @@ class Run(Iterator[Event]):
             del sequence.context[written:]
             self.tiers[0].rollback(sequence.active, written - 1)
             if sequence.active in error.whose:
-                self._fail(sequence, NotFiniteError(()))
+                self._fail(sequence, error.alone())
                 self._leave(sequence)
 
     def _fail(self, sequence: BatchSequence, error: Exception) -> None:

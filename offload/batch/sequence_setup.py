@@ -10,7 +10,7 @@ import torch
 
 from ...tp.decoder import Decoder
 from ...tp.devices import device_name
-from ...tp.errors import CapacityError
+from ...tp.errors import CapacityError, UsageError
 from ...tp.units import gib
 from ..caches.full import FullCache
 from ..caches.hidden_states import HiddenStates
@@ -27,6 +27,7 @@ from ..run_document import run_identity
 from ..settings import Settings
 from ..speculation.confidence import Confidence
 from ..speculation.control import READ_TOGETHER, DraftControl
+from ..speculation.grammar import Grammars, Matcher
 from ..speculation.lengths import Acceptance
 from ..speculation.lookup import LookupControl, LookupTier
 from ..speculation.noise import CommonNoise, FreshNoise, Noise, key_of
@@ -51,6 +52,7 @@ class Models:
     names: tuple[str, str | None]
     kept: KeptCache
     contexts: ModelContexts | None
+    grammars: Grammars | None = None
     system: System = THIS_MACHINE
 
     @property
@@ -311,6 +313,7 @@ class SequenceSetup:
             context=sequence.context,
             sampler=sampler,
             passes=passes,
+            matcher=self._matcher(sequence),
             top_logprobs=order.top_logprobs,
             logprobs=sequence.logprobs,
             plan=plan,
@@ -372,6 +375,17 @@ class SequenceSetup:
                 control.draft_with(drafter.control, drafts[control.name], models.settings.least_chance)
             tiers.insert(0, Tier(control.name, models.target, control, vocabulary, drafter))
         return tiers
+
+    def _matcher(self, sequence: BatchSequence) -> Matcher | None:
+        """Raises:
+        UsageError: the grammar cannot be followed.
+        """
+        grammar = sequence.order.grammar
+        if grammar is None:
+            return None
+        if self._models.grammars is None:
+            raise UsageError("this engine was not loaded from files, so its tokens have no texts that a grammar is of")
+        return self._models.grammars.matcher(grammar, len(sequence.order.prompt))
 
     def _noise(self, sampling: Sampling, number: int) -> Noise:
         """What a sequence draws with."""

@@ -114,17 +114,22 @@ class DraftControl:
         if self.adapts_to_time and steady:
             self.cost.observe(rows / passes, seconds / passes)
 
-    def note_draft(self, sequence: TokenSequence, proposed: int, accepted: int) -> None:
-        """Counts the draft tokens that a pass tested, and those it accepted."""
+    def note_draft(self, sequence: TokenSequence, proposed: int, accepted: int, forced: int = 0) -> None:
+        """Counts the draft tokens that a pass tested, and those it accepted.
+
+        Args: `forced` of them, the first ones, say nothing of who drafted the others.
+        """
         if not proposed:
             return
-        if self.lower:
-            self.lower.judge(sequence, proposed, accepted)
+        drafted, kept = proposed - forced, max(0, accepted - forced)
+        if self.lower and drafted:
+            self.lower.judge(sequence, drafted, kept)
         for counts in (self.counts, sequence.counts[self.name]):
             counts.proposed += proposed
             counts.accepted += accepted
             counts.tested += min(accepted + 1, proposed)
-        self.acceptance.observe(accepted, proposed)
+        if drafted and accepted >= forced:
+            self.acceptance.observe(kept, drafted)
 
     def note_step(self, steady: bool, asked: int, drafted: int, brought: float) -> None:
         """Learns what a step took, unless something was compiled or captured in it.

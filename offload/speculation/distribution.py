@@ -153,16 +153,32 @@ def _by_probability(probabilities: Tensor, ids: Tensor | None = None) -> tuple[T
     return ordered, places if ids is None else ids.gather(-1, places)
 
 
-class NotFiniteError(ModelError):
+class SequencesFailed(ModelError):
+    """A round failed because of some of its sequences; the others can go on."""
+
+    def __init__(self, message: str, whose: Sequence[object]) -> None:
+        """Args: `whose` are these sequences."""
+        super().__init__(message)
+        self.whose = whose
+
+    def alone(self) -> SequencesFailed:
+        """The error of one of them, which refers to none."""
+        return SequencesFailed(str(self), ())
+
+
+class NotFiniteError(SequencesFailed):
     """Tokens were drawn from rows that hold NaN."""
 
     def __init__(self, whose: Sequence[object]) -> None:
         """Args: `whose` are the sequences they are of."""
-        super().__init__(
+        message = (
             "the model's logits are not finite numbers: its weights are damaged, or its dtype overflows "
             "(try --dtype float32 or bfloat16)"
         )
-        self.whose = whose
+        super().__init__(message, whose)
+
+    def alone(self) -> NotFiniteError:
+        return NotFiniteError(())
 
 
 def check_finite(sequences: Sequence[object], tokens: Sequence[Sequence[int]]) -> None:

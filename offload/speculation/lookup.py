@@ -12,7 +12,6 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 
-import torch
 from torch import Tensor
 
 from ...tp.decoder import Decoder
@@ -20,7 +19,7 @@ from ..held import Held
 from .control import DraftControl
 from .drafting_pays import KEEP, MARGIN, PROBE_EVERY
 from .lengths import LOOKUP_SECONDS, Acceptance, StepCost
-from .noise import FreshNoise
+from .sampler import certain
 from .sequence import TokenSequence
 from .tiers import Emitted, Tier
 
@@ -150,13 +149,7 @@ class LookupTier(Tier):
         return drafted
 
     def _certain(self, tokens: list[int], sequence: TokenSequence) -> Tensor:
-        """The distributions that proposed tokens come from: each token with certainty. Only the rule of fresh noise
-        asks for them."""
-        rows = len(tokens) if isinstance(sequence.sampler.noise, FreshNoise) else 0
-        certain = torch.zeros(rows, self.vocab_size, device=self.decoder.device)
-        if rows:
-            certain.scatter_(1, torch.tensor(tokens, device=certain.device).unsqueeze(1), 1.0)
-        return certain
+        return certain(tokens, sequence.sampler, self.vocab_size, self.decoder.device)
 
     def end_draft(self, sequences: Sequence[TokenSequence]) -> None:
         if self._model:

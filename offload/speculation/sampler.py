@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .distribution import distribution
-from .noise import CommonNoise, Noise, gumbel_max, row_keys, signed
+from .noise import CommonNoise, FreshNoise, Noise, gumbel_max, row_keys, signed
 from .sampling import Sampling
 
 
@@ -45,6 +45,16 @@ def distributions(logits: Tensor, samplers: Sequence[Sampler], rows: Sequence[in
     parts = zip(logits.split(list(rows)), found.split(list(rows)), samplers, strict=True)
     for part, out, sampler in parts:
         distribution(part, sampler.sampling, out)
+    return found
+
+
+def certain(tokens: Sequence[int], sampler: Sampler, vocab_size: int, device: torch.device) -> Tensor:
+    """The distributions `[len(tokens), vocab]` that proposed tokens come from which nothing was drawn for: each token
+    with certainty. Only the rule of fresh noise asks for them."""
+    rows = len(tokens) if isinstance(sampler.noise, FreshNoise) else 0
+    found = torch.zeros(rows, vocab_size, device=device)
+    if rows:
+        found.scatter_(1, torch.tensor(tokens, device=device).unsqueeze(1), 1.0)
     return found
 
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
 from ..graphs.passes import Passes
-from .distribution import logprobs_of
+from .distribution import SequencesFailed, logprobs_of
+from .grammar import GrammarError, Matcher, in_a_line
 from .occurrences import Lookup
 from .sampler import Sampler
 from .sampling import TokenLogprobs
@@ -45,6 +47,10 @@ class TokenSequence:
     where nobody asked."""
     lookup: Lookup = field(default_factory=Lookup)
     """What `--draft lookup` drafts from."""
+    matcher: Matcher | None = None
+    """What may follow within its grammar, if it has one."""
+    forced: int = 0
+    """Of its last draft, the first tokens, which the grammar leaves no choice for."""
     top_logprobs: int | None = None
     """Of how many of the likeliest tokens logarithms are wanted besides each token's own; `None` for none at all."""
     logprobs: list[TokenLogprobs] = field(default_factory=list)
@@ -67,3 +73,39 @@ class TokenSequence:
         """
         if self.top_logprobs is not None:
             self.logprobs += logprobs_of(logits[: len(tokens)], tokens, self.top_logprobs)
+
+
+class GrammarFailed(SequencesFailed, GrammarError):
+    """The grammar of some sequences has become too complex to be followed."""
+
+    def __init__(self, whose: Sequence[object], reason: str) -> None:
+        super().__init__(f"the answer's grammar cannot be followed any further: {in_a_line(reason)}", whose)
+        self._reason = reason
+
+    def alone(self) -> GrammarFailed:
+        return GrammarFailed((), self._reason)
+
+
+def forbid(logits: Tensor, sequences: Sequence[TokenSequence], proposed: Sequence[Sequence[int]]) -> None:
+    """Takes from `logits`, in place, what may not follow the context of each sequence, and each of its proposed tokens
+    behind it: where a sequence has no grammar, nothing.
+
+    Args: `logits` `[sum of len(proposed[i]) + 1, vocab]`, of one sequence after another.
+
+    Raises:
+        GrammarFailed: of some sequences the grammar has become too complex.
+    """
+    failed: list[tuple[object, str]] = []
+    first = 0
+    for sequence, tokens in zip(sequences, proposed, strict=True):
+        if sequence.matcher:
+            try:
+                allowed = sequence.matcher.allowed(sequence.context, tokens)
+            except ValueError as error:
+                failed.append((sequence, str(error)))
+            else:
+                for row, may in zip(logits[first:], allowed, strict=False):  # one at a time: no more memory is planned
+                    row.masked_fill_(torch.from_numpy(~may).to(logits.device), float("-inf"))
+        first += len(tokens) + 1
+    if failed:
+        raise GrammarFailed([sequence for sequence, _ in failed], failed[0][1])

@@ -26,8 +26,8 @@ from ..vocabulary import cover, readable
 from .acceptance import accept
 from .control import DraftControl
 from .distribution import check_finite, rounded_certainties
-from .sampler import distributions, draw
-from .sequence import TokenSequence
+from .sampler import certain, distributions, draw
+from .sequence import TokenSequence, forbid
 
 AcceptanceRule = Callable[..., tuple[list[tuple[int, int]], list[list[float]]]]
 """`acceptance.accept`, or what a test has in its place."""
@@ -72,12 +72,14 @@ class Tier:
         self.control.begin_pass(drafted=True)
         logits, rows, processed = self._verify(sequences, proposed)
         samplers = [sequence.sampler for sequence in sequences]
+        own = self._own_logits(sequences, logits)
+        forbid(logits, sequences, proposed)
         target = distributions(logits, samplers, rows)
         starts = [len(sequence.context) for sequence in sequences]
         given = proposed, [q for _, q in drafts], target, samplers, starts
         outcomes, ratings = self.accept(*given, logits if rated else None)
         check_finite(sequences, [[token] for _, token in outcomes])
-        emitted, parts, own = [], target.split(rows), logits.split(rows)
+        emitted, parts, own = [], target.split(rows), own.split(rows)
         for i, sequence in enumerate(sequences):
             accepted, token = outcomes[i]
             kept = self._keep(sequence, [*proposed[i][:accepted], token], ratings[i])
@@ -137,19 +139,33 @@ class Tier:
         if self.drafter:
             self.drafter.rollback(sequence, length)
 
-    def _drafts(
-        self, sequences: Sequence[TokenSequence], wanted: Sequence[int]
-    ) -> list[tuple[list[int], Tensor | None]]:
-        """Up to `wanted[i]` draft tokens for each sequence, and what they were drawn from."""
+    def _drafts(self, sequences: Sequence[TokenSequence], wanted: Sequence[int]) -> list[Emitted]:
+        """Up to `wanted[i]` draft tokens for each sequence, and what they were drawn from. What a grammar leaves no
+        choice for comes first."""
         assert self.drafter
-        drafts: list[tuple[list[int], Tensor | None]] = [([], None)] * len(sequences)
-        drafting = [i for i, count in enumerate(wanted) if count]
+        forced = [self._forced(sequence, count) for sequence, count in zip(sequences, wanted, strict=True)]
+        drafts: list[tuple[list[int], Tensor]] = []
+        for sequence, tokens in zip(sequences, forced, strict=True):
+            sequence.context.extend(tokens)
+            drafts.append((tokens, certain(tokens, sequence.sampler, self.vocab_size, self.decoder.device)))
+        counts = [count - len(tokens) for count, tokens in zip(wanted, forced, strict=True)]
+        drafting = [i for i, count in enumerate(counts) if count]
         self.drafter.control.steady = True
-        some, counts = [sequences[i] for i in drafting], [wanted[i] for i in drafting]
-        for i, draft in zip(drafting, self.drafter.extend(some, counts, self.control.least_chance), strict=True):
-            drafts[i] = draft
+        some, counts = [sequences[i] for i in drafting], [counts[i] for i in drafting]
+        if some:
+            found = self.drafter.extend(some, counts, self.control.least_chance)
+            for i, (tokens, source) in zip(drafting, found, strict=True):
+                drafts[i] = (forced[i] + tokens, torch.cat((drafts[i][1], source))) if forced[i] else (tokens, source)
+        for sequence, tokens in zip(sequences, forced, strict=True):
+            del sequence.context[len(sequence.context) - len(tokens) :]
+            sequence.forced = len(tokens)
         self.drafter.end_draft(some)
         return drafts
+
+    def _forced(self, sequence: TokenSequence, most: int) -> list[int]:
+        """The next tokens, up to `most`, if a grammar leaves no choice for them; for the tier that decides about the
+        text."""
+        return sequence.matcher.forced(sequence.context, most) if sequence.matcher and self.name == "verify" else []
 
     def end_draft(self, sequences: Sequence[TokenSequence]) -> None:
         """Takes from this tier's caches what was drafted, where it was computed otherwise than it will be: a
@@ -191,7 +207,7 @@ class Tier:
         control, steady = self.control, self._was_steady(sequences)
         control.note_passes(sequences, 1, processed, steady)
         for sequence, tokens, count in zip(sequences, proposed, accepted, strict=True):
-            control.note_draft(sequence, len(tokens), count)
+            control.note_draft(sequence, len(tokens), count, sequence.forced)
         brought = sum(len(tokens) for tokens, _ in emitted) / len(emitted)
         control.note_step(steady and self.drafter.control.steady, max(wanted), max(map(len, proposed)), brought)
 
@@ -230,7 +246,7 @@ class Tier:
     ) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
         """Draws `count` tokens of each sequence one after another: `[sequences, count]`, their distributions
         `[sequences, count, vocab]`, if `rated` the `rounded_certainties` of the tokens, `[sequences, count]`, and the
-        logits of the last ones, `[sequences, vocab]`. They stay on the device; tokens that were drawn from NaN are
+        logits of the first ones, `[sequences, vocab]`. They stay on the device; tokens that were drawn from NaN are
         below 0."""
         self._catch_up(sequences, len(sequences))
         waiting = [self._pending(sequence) for sequence in sequences]
@@ -239,9 +255,12 @@ class Tier:
         tokens: list[Tensor] = []
         rows: list[Tensor] = []
         sure: list[Tensor] = []
-        logits = torch.empty(0)
+        logits = unmasked = torch.empty(0)
         while len(tokens) < count:
             logits = self._logits(sequences, pending, counts, one_each)
+            if not tokens:  # what follows those that the host has not read is not known
+                unmasked = self._own_logits(sequences, logits)
+                forbid(logits, sequences, [()] * len(sequences))
             rows.append(distributions(logits, samplers, one_each))
             positions = [len(sequence.context) + len(tokens) for sequence in sequences]
             pending, counts = draw(rows[-1], samplers, one_each, positions), one_each
@@ -249,7 +268,12 @@ class Tier:
             if rated:
                 sure.append(rounded_certainties(logits, pending))
         drawn, targets = torch.stack(tokens, dim=1), torch.stack(rows, dim=1)
-        return drawn, targets, torch.stack(sure, dim=1) if rated else None, logits
+        return drawn, targets, torch.stack(sure, dim=1) if rated else None, unmasked
+
+    def _own_logits(self, sequences: Sequence[TokenSequence], logits: Tensor) -> Tensor:
+        """Logits as they are before grammars forbid some tokens, where logarithms of their probabilities are wanted."""
+        wanted = self.name == "verify" and any(one.matcher and one.top_logprobs is not None for one in sequences)
+        return logits.clone() if wanted else logits
 
     def _pending(self, sequence: TokenSequence) -> list[int]:
         """The tokens of the context that this tier's cache lacks."""

@@ -420,7 +420,7 @@ SCENARIOS = (
             posted(CHAT, {"messages": [{"role": "tool", "content": "x"}]}),
             posted(CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}),
             chat("x", tools=[{"type": "function"}]),
-            chat("x", response_format={"type": "json_object"}),
+            chat("x", response_format={"type": "xml"}),
             chat("x", prompt="x"),
             chat("x", top_logprobs=2),
             chat("x", logprobs=True, top_logprobs=21),

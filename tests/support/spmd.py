@@ -137,7 +137,9 @@ def work(jobs: list[dict[str, Any]], note: Note | None = None) -> None:
             engine.read(job["prompt"], job["read"])
         before = Counter(calls)
         contexts = ContextRequest(name=job["context"]) if "context" in job else None
-        result = engine.generate(job["prompt"], sampling, job["new_tokens"], contexts=contexts)
+        result = engine.generate(
+            job["prompt"], sampling, job["new_tokens"], contexts=contexts, grammar=job.get("grammar")
+        )
         report = {
             "job": index,
             "rank": int(os.environ["RANK"]),

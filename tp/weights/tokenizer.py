@@ -228,6 +228,26 @@ def check_same_vocabulary(target: Path, draft: Path) -> None:
         )
 
 
+def backend_json(directory: Path) -> str:
+    """A model's tokenizer as one `tokenizer.json`, with all added tokens.
+
+    Raises:
+        ModelError: it is of no kind that has one.
+    """
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    try:
+        tokenizer: Any = transformers.AutoTokenizer.from_pretrained(
+            directory, local_files_only=True, trust_remote_code=False
+        )
+        return tokenizer.backend_tokenizer.to_str()
+    except Exception as error:
+        raise ModelError(
+            f"the tokenizer in {directory} is of a kind that grammars cannot be followed with: {error}"
+        ) from error
+
+
 def _vocabulary(path: Path) -> dict[str, int]:
     from tokenizers import Tokenizer as Backend
 

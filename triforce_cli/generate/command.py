@@ -26,6 +26,9 @@ EPILOG = """[bold]Examples[/]
   [cyan]triforce read book.txt[/]
   [cyan]triforce generate --context book --ask "Who is Levin?"[/]
 
+  An answer that a program can read:
+  [cyan]triforce generate --prompt-file book.txt --ask "Who is Levin?" --json-schema person.json[/]
+
   From a pipe:
   [cyan]man bash | triforce generate --prompt-file - --max-new-tokens 64[/]
 
@@ -46,6 +49,7 @@ def generate(options: GenerateOptions, call: Call) -> None:
     [bold]Ctrl-C[/] stops; what was written by then is kept.
     """
     from ..ranks import starts_or_follows
+    from ..session.form import grammar_of_options
     from ..session.source import read_ask, read_source
     from ..terminal.output import JsonFile
     from ..terminal.streams import print_note
@@ -53,6 +57,7 @@ def generate(options: GenerateOptions, call: Call) -> None:
 
     asks = [read_ask(ask, print_note) for ask in options.ask or []]
     _check_options(options)
+    grammar = grammar_of_options(options.json_schema, options.regex, options.grammar, print_note)
     if starts_or_follows(options, call):
         return
     with JsonFile.prepare(options.json) as json_file:
@@ -64,7 +69,7 @@ def generate(options: GenerateOptions, call: Call) -> None:
             from .run import run
 
             about_log = source.log_seed is not None and answers == [WantedAnswer(None, 0, 1)]
-            run(options, None if about_log else answers, source, directories, json_file, call.signals)
+            run(options, None if about_log else answers, source, directories, json_file, call.signals, grammar)
 
 
 def _check_options(options: GenerateOptions) -> None:
@@ -73,6 +78,8 @@ def _check_options(options: GenerateOptions) -> None:
     """
     if options.asks is not None and str(options.asks) == str(options.prompt_file) == "-":
         raise UsageError("--prompt-file and --asks are both -, but there is one standard input; give a file")
+    if options.ignore_eos and any((options.json_schema, options.regex, options.grammar)):
+        raise UsageError("--ignore-eos is given, but an answer in a form ends where that does; leave it out")
     for name in (options.context, options.save_context):
         if name is not None:
             from ...offload.contexts.home import user_store

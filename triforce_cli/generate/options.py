@@ -57,6 +57,17 @@ class GenerateOptions(TextOptions):
     no_context: Annotated[
         bool, flag("--no-context", PROMPT, "Do not look for a saved context that the prompt begins with.")
     ] = False
+    json_schema: Annotated[
+        Path | None,
+        option(SAMPLING, FILE, "A file with a JSON schema, of which every complete answer is; [bold]-[/] is stdin."),
+    ] = None
+    regex: Annotated[
+        str | None, option(SAMPLING, TEXT, "A regular expression that every complete answer matches as a whole.")
+    ] = None
+    grammar: Annotated[
+        Path | None,
+        option(SAMPLING, FILE, "A file with a grammar (Lark or GBNF) that every complete answer follows."),
+    ] = None
     max_new_tokens: Annotated[int, new_tokens(1, "Maximum number of tokens to write.")] = 256
     ignore_eos: Annotated[
         bool, flag("--ignore-eos", SAMPLING, "Write all --max-new-tokens: do not stop at an end-of-sequence token.")

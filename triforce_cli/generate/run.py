@@ -15,6 +15,7 @@ from rich.console import Console
 from ...offload import Engine
 from ...offload.contexts.manifest import ContextError, Frame
 from ...offload.contexts.model import ContextRequest
+from ...offload.speculation.grammar import Grammar
 from ...tp.errors import TriforceError
 from ...tp.model.config import ModelConfig
 from ...tp.weights.tokenizer import Tokenizer
@@ -88,12 +89,14 @@ def run(
     directories: tuple[Path, Path | None],
     json_file: JsonFile,
     signals: Signals,
+    grammar: Grammar | None = None,
 ) -> None:
     """Writes all answers: one as it grows, of several each when it and those before it are complete.
 
     Args:
         wanted: the answers; `None` for those that belong to the built-in text.
         directories: the target's and the draft's.
+        grammar: the form that they are to have.
 
     Raises:
         TriforceError: what is asked for cannot be done; nothing was written.
@@ -107,6 +110,9 @@ def run(
             answers = _log_answers(options, source, tokenizer, config)
         else:
             answers = _answers(options, wanted, source, tokenizer, config)
+        for answer in answers:
+            if answer.task:
+                answer.task.grammar = grammar
         prompts = [answer.task.prompt for answer in answers if answer.task]
         longest = max(prompts, key=lambda prompt: len(prompt.token_ids))
         engine = load_engine(options, len(longest.token_ids) + options.max_new_tokens)

@@ -37,6 +37,7 @@ def request_task(
         number=number,
         draw=number % request.n,
         top_logprobs=request.top_logprobs,
+        grammar=request.grammar,
         owner=owner,
     )
 
@@ -45,11 +46,16 @@ def request_prompts(request: AnswerRequest, tokenizer: Tokenizer, config: ModelC
     """The prompts of a checked request: one, but of a completion that has several.
 
     Raises:
-        BodyError: messages in an order that has no form here, no token, more than the model has positions for, or a
-            saved context that cannot be used.
+        BodyError: messages in an order that has no form here, no token, more than the model has positions for, a saved
+            context that cannot be used, or a grammar that cannot be followed.
         ModelError: the chat template fails.
     """
     context = None
+    if request.grammar:
+        try:
+            request.grammar.check()
+        except UsageError as error:
+            raise BodyError(str(error), request.grammar_field, code="grammar_not_usable") from error
     if request.context is not None:
         try:
             context = Context.saved(request.context, tokenizer, config)

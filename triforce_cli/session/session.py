@@ -12,8 +12,10 @@ from ...offload import Ended, Engine, Request, Round, Run, Sampling, Tokens
 from ...offload.batch.sequence import BatchSequence
 from ...offload.contexts.model import ContextRequest
 from ...offload.settings import MOST_SEQUENCES
+from ...offload.speculation.grammar import Grammar
 from ...tp.errors import TriforceError
 from ...tp.weights.tokenizer import Tokenizer
+from .form import with_reasoning
 from .logprobs import Entry
 from .prompt import Prompt
 from .text import AnswerText
@@ -34,6 +36,8 @@ class Task:
     draw: int = 0
     """Of the answers that are drawn with one seed from one prompt: which one, from 0."""
     top_logprobs: int | None = None
+    grammar: Grammar | None = None
+    """The form that the answer is to have."""
     owner: Any = None
     """Whatever the command knows it by."""
     writes: bool = True
@@ -71,11 +75,13 @@ class Task:
         """Makes the `AnswerText` that its tokens go to. The session calls it if nobody has. Returns the task."""
         self._new_text = partial(AnswerText, tokenizer, self.prompt, () if self.ignore_eos else eos_ids)
         self._text = self._text or self._new_text()
+        self.grammar = self.grammar and with_reasoning(self.grammar, self.prompt, tokenizer)
         return self
 
     def request(self) -> Request:
         """What the engine is asked for."""
         options = {"number": self.draw, "top_logprobs": self.top_logprobs, "contexts": self.contexts}
+        options |= {"grammar": self.grammar}
         limits, stops = (self.max_new_tokens, self.ignore_eos), self._take if self.text.may_stop else None
         return Request(self.prompt.token_ids, self.sampling, *limits, **options, stops=stops, tag=self)
 

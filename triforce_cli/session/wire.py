@@ -28,6 +28,7 @@ from pydantic import (
 from pydantic_core import ErrorDetails, PydanticCustomError
 
 from ...offload import Sampling
+from ...offload.speculation.grammar import ANY_OBJECT, Grammar
 from ...tp.errors import TriforceError
 from ..options import AnsweringOptions
 
@@ -44,6 +45,9 @@ MAX_STOP_BYTES = 1024
 
 MAX_DEPTH = 32
 """Levels of lists and objects in a variable for the chat template."""
+
+MAX_SCHEMA_DEPTH = 64
+"""The same of a JSON schema."""
 
 MAX_LOGPROBS = 20
 """Likeliest tokens in the place of each (`top_logprobs`; `logprobs` of a completion), as in OpenAI's form."""
@@ -101,11 +105,23 @@ def _of_whole_characters(text: str) -> str:
     return text
 
 
-def _encodable(given: dict[str, Any]) -> dict[str, Any]:
-    if _depth(given, MAX_DEPTH) > MAX_DEPTH:
-        raise ValueError(f"is nested too deeply; it can be {MAX_DEPTH} levels deep")
-    _of_whole_characters(json.dumps(given, ensure_ascii=False))
-    return given
+def _encodable(most: int) -> AfterValidator:
+    """An object that can be written as JSON, and is nested so deeply at most."""
+
+    def check(given: dict[str, Any]) -> dict[str, Any]:
+        if _depth(given, most) > most:
+            raise ValueError(f"is nested too deeply; it can be {most} levels deep")
+        _of_whole_characters(json.dumps(given, ensure_ascii=False))
+        return given
+
+    return AfterValidator(check)
+
+
+def _schema(given: Any) -> Any:
+    found = given.get("schema") if isinstance(given, dict) else None
+    if not isinstance(found, dict):
+        raise ValueError(f"has {_shown(found)} as schema; an object belongs there")
+    return found
 
 
 def _depth(given: Any, most: int) -> int:
@@ -280,6 +296,26 @@ SamplingFields = create_model(
 )
 
 
+class ResponseFormat(ClientObject):
+    """The form of an answer."""
+
+    type: Literal["text", "json_object", "json_schema"] = NEEDED
+    json_schema: Annotated[dict[str, Any], BeforeValidator(_schema), _encodable(MAX_SCHEMA_DEPTH)] | None = None
+    """The schema that stands in it; what stands beside that (a name, whether it is strict) changes nothing here."""
+
+    def as_grammar(self) -> Grammar | None:
+        if self.type == "text":
+            return None
+        return Grammar("json_schema", ANY_OBJECT if self.json_schema is None else json.dumps(self.json_schema))
+
+    @model_validator(mode="after")
+    def _agrees(self) -> ResponseFormat:
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            has = "no json_schema" if self.json_schema is None else "a json_schema"
+            raise ValueError(f"is of type {self.type} and has {has}")
+        return self
+
+
 class AnswerBody(SamplingFields):
     """What bodies for both endpoints have. What is absent is as the command's options say."""
 
@@ -292,6 +328,25 @@ class AnswerBody(SamplingFields):
     """A text, or several, that the answer ends before."""
     n: Annotated[Whole, _between(1, MAX_ANSWERS)] = 1
     """Answers to each prompt."""
+    response_format: ResponseFormat | None = None
+    regex: Text | None = None
+    """A regular expression that the answer is to match."""
+    grammar: Text | None = None
+    """A grammar (Lark or GBNF) that it is to follow."""
+
+    @property
+    def grammars(self) -> dict[str, Grammar]:
+        """The form that the answer is to have, by the field that asks for it; one at most."""
+        found = {"response_format": self.response_format and self.response_format.as_grammar()}
+        found["regex"] = None if self.regex is None else Grammar("regex", self.regex)
+        found["grammar"] = None if self.grammar is None else Grammar("lark", self.grammar)
+        return {name: grammar for name, grammar in found.items() if grammar}
+
+    @model_validator(mode="after")
+    def _has_one_form(self) -> AnswerBody:
+        if len(given := list(self.grammars)) > 1:
+            raise BodyError(f"{given[0]} and {given[1]} are both given, but an answer has one form; give one", given[1])
+        return self
 
     @classmethod
     def _is_neutral(cls, name: str, value: Any) -> bool:
@@ -321,7 +376,7 @@ class ChatBody(AnswerBody):
     messages: Annotated[list[Message], FailFast(), BeforeValidator(_messages)] = NEEDED
     max_completion_tokens: Positive | None = None
     """Another name for `max_tokens`."""
-    chat_template_kwargs: Annotated[dict[str, Any], AfterValidator(_encodable)] = {}  # noqa: RUF012 - copied
+    chat_template_kwargs: Annotated[dict[str, Any], _encodable(MAX_DEPTH)] = {}  # noqa: RUF012 - copied
     """Variables for the model's chat template."""
     logprobs: bool = False
     top_logprobs: Annotated[Whole, _between(0, MAX_LOGPROBS)] | None = None
@@ -474,6 +529,10 @@ class AnswerRequest:
     none at all."""
     template_arguments: Mapping[str, Any] = field(default_factory=dict)
     """Variables for the chat template, besides those of the command's options."""
+    grammar: Grammar | None = None
+    """The form that the answers are to have."""
+    grammar_field: str | None = None
+    """What asked for that."""
 
     @property
     def answers(self) -> int:
@@ -513,4 +572,6 @@ def request_from_body(
         n=asked.n,
         top_logprobs=top_logprobs,
         template_arguments=asked.chat_template_kwargs if isinstance(asked, ChatBody) else {},
+        grammar=next(iter(asked.grammars.values()), None),
+        grammar_field=next(iter(asked.grammars), None),
     )

@@ -291,7 +291,7 @@ BAD_FIELDS = {
     "stream": True,
     "frequency_penalty": 0.5,
     "tools": [{"type": "function"}],
-    "response_format": {"type": "json_object"},
+    "response_format": 3,
     "temprature": 0.1,
     "temperature": -1,
     "top_p": 1.5,

@@ -79,7 +79,7 @@ def test_what_changes_no_answer_is_accepted(fields):
         ("frequency_penalty", 0.5),
         ("logit_bias", {"5": 1}),
         ("tools", [{"type": "function"}]),
-        ("response_format", {"type": "json_object"}),
+        ("prediction", {"type": "content", "content": "So."}),
         ("reasoning_effort", "low"),
         ("temprature", 0.1),
     ],

@@ -111,7 +111,7 @@ def test_a_follow_up_reads_only_what_is_new(server):
         ({"tools": [{"type": "function"}]}, 400, "tools"),
         ({"logprobs": 1}, 400, "logprobs"),
         ({"top_logprobs": 3}, 400, "top_logprobs"),
-        ({"response_format": {"type": "json_object"}}, 400, "response_format"),
+        ({"response_format": 3}, 400, "response_format"),
         ({"presence_penalty": 1}, 400, "presence_penalty"),
         ({"model": "gpt-5"}, 404, "model"),
         ({"temperature": -1}, 400, "temperature"),

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from ....offload.contexts.manifest import ContextError, Frame, Segment
 from ....offload.contexts.model import ModelContexts
+from ....offload.speculation.grammar import GrammarError
 from ....tp.errors import CapacityError, PeerError, TriforceError
 from ...session.logprobs import Entry
 from ...session.prompt import Prompt
@@ -211,6 +212,8 @@ def as_body_error(error: BaseException) -> BodyError:
         return BodyError(str(error), code="out_of_memory", status=503)
     if isinstance(error, ContextError):
         return BodyError(str(error), "context", code="context_not_usable")
+    if isinstance(error, GrammarError):
+        return BodyError(str(error), code="grammar_not_usable")
     if isinstance(error, TriforceError):
         return BodyError(str(error), code="not_answered", status=500)
     if isinstance(error, OSError) and error.errno == errno.ENOSPC:

@@ -1,0 +1,217 @@
+"""Answers in a form: grammars, and which tokens may follow within them.
+
+A grammar is part of the distribution that tokens are drawn from: what it forbids is taken from the logits before
+temperature and filters, as `transformers` does with a logits processor. So an answer is drawn exactly from the target's
+distribution under the grammar, whatever drafted it, and every complete answer is in the form. What may follow is
+computed by llguidance (github.com/guidance-ai/llguidance). Needs no PyTorch.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+
+from ...tp.errors import UsageError
+from ...tp.weights.tokenizer import backend_json
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+
+    from ...tp.model.config import ModelConfig
+
+MOST_BYTES = 2**16
+"""Of a grammar's text. An object with 2,000 properties has as many; it is compiled in 0.6 s (AMD EPYC, 2026-11-27), and
+the time grows with the square."""
+
+
+class GrammarError(UsageError):
+    """A grammar that cannot be followed."""
+
+
+@dataclass(frozen=True)
+class Reasoning:
+    """What a model may write before its answer, between two tokens."""
+
+    opens: int
+    closes: int
+    is_open: bool
+    """Whether the prompt has opened it already."""
+
+
+@dataclass(frozen=True)
+class Grammar:
+    """The form of an answer."""
+
+    kind: Literal["json_schema", "regex", "lark"]
+    source: str
+    """A JSON schema as JSON; a regular expression (of the crate `regex`); or a grammar in Lark's syntax, or GBNF."""
+    reasoning: Reasoning | None = None
+    """What comes before it, in any form."""
+
+    def check(self) -> None:
+        """Raises:
+        GrammarError: it cannot be compiled; the message says where in it what is wrong.
+        """
+        from llguidance import LLMatcher
+
+        if len(self.source.encode(errors="replace")) > MOST_BYTES:
+            raise GrammarError(f"the {self.name} has more than {MOST_BYTES:,} bytes; give a shorter one")
+        is_error, messages = LLMatcher.validate_grammar_with_warnings(self.compiled(), limits=_limits())
+        if is_error:
+            raise GrammarError(f"the {self.name} cannot be followed: {in_a_line(messages[0])}")
+
+    @property
+    def name(self) -> str:
+        """What messages call it."""
+        return {"json_schema": "JSON schema", "regex": "regular expression", "lark": "grammar"}[self.kind]
+
+    def compiled(self) -> str:
+        """As llguidance takes it.
+
+        Raises:
+            GrammarError: a schema that is no JSON object, or a grammar in GBNF that is none.
+        """
+        from llguidance import LLMatcher, grammar_from
+
+        try:
+            if self.kind == "json_schema":
+                return LLMatcher.grammar_from_json_schema(_as_object(self.source))
+            return grammar_from("regex" if self.kind == "regex" else "grammar", self.source)
+        except (ValueError, RecursionError) as error:
+            raise GrammarError(f"the {self.name} cannot be read: {in_a_line(str(error))}") from error
+
+
+def _limits() -> LLParserLimits:
+    """Those of llguidance, which bound time and memory, with messages in a line."""
+    from llguidance import LLParserLimits
+
+    return LLParserLimits(verbose_errors=False)
+
+
+ANY_OBJECT = json.dumps({"type": "object"})
+"""The schema of any JSON object."""
+
+
+def _as_object(schema: str) -> str:
+    """A schema that is given as JSON; `true`, which is one too, as an object."""
+    given = json.loads(schema)
+    if not isinstance(given, dict):
+        raise ValueError(f"it is {json.dumps(given)[:60]}, and an object belongs there")
+    return schema
+
+
+def in_a_line(message: str) -> str:
+    """What llguidance says of a grammar, in a line."""
+    return " ".join(message.replace("<non-verbose/>", "").split())[:500]
+
+
+class Grammars:
+    """What follows the answers of one model's sequences: it knows the tokens' texts."""
+
+    def __init__(self, directory: Path, config: ModelConfig) -> None:
+        """Args: `directory` has the model's tokenizer, which is read when it is first needed."""
+        self._directory, self._config = directory, config
+
+    @cached_property
+    def _tokenizer(self) -> LLTokenizer:
+        from llguidance import LLTokenizer
+
+        ends = list(self._config.eos_token_ids)
+        return LLTokenizer(backend_json(self._directory), n_vocab=self._config.vocab_size, eos_token=ends)
+
+    def matcher(self, grammar: Grammar, start: int) -> Matcher:
+        """What follows an answer from its beginning on, which is the position `start` of the text.
+
+        Raises:
+            GrammarError: see `Grammar.check`; no text is of the form; or the model has no end-of-sequence token, with
+                which an answer in a form must end.
+        """
+        from llguidance import LLMatcher
+
+        if not self._config.eos_token_ids:
+            raise GrammarError(
+                f"{self._config.name} has no end-of-sequence token, so that no answer in a form could end"
+            )
+        found = LLMatcher(self._tokenizer, grammar.compiled(), log_level=0, limits=_limits())
+        if not found.is_error():
+            found.compute_bitmask()
+        if found.stop_reason().startswith("NoExtension"):
+            raise GrammarError(f"the {grammar.name} cannot be followed: no text is of this form")
+        if found.is_error():
+            raise GrammarError(f"the {grammar.name} cannot be followed: {in_a_line(found.get_error())}")
+        return Matcher(found, grammar.reasoning, self._config, start)
+
+
+class Matcher:
+    """Follows one answer."""
+
+    def __init__(self, matcher: LLMatcher, reasoning: Reasoning | None, config: ModelConfig, start: int) -> None:
+        self._matcher, self._reasoning, self._start = matcher, reasoning, start
+        self._ends, self._vocab = frozenset(config.eos_token_ids), config.vocab_size
+        self._consumed: list[int] = []  # tokens of the form; an end of sequence is never among them
+
+    def allowed(self, context: Sequence[int], proposed: Sequence[int]) -> np.ndarray:
+        """Which tokens may follow `context`, and each of the proposed tokens behind it: `[len(proposed) + 1, vocab]`
+        bool. Behind a token that may not come, as some drafts have it, all may.
+
+        Raises:
+            ValueError: the grammar has become too complex; with the reason.
+        """
+        answer, found = [*context[self._start :]], np.ones((len(proposed) + 1, self._vocab), bool)
+        for i in range(len(proposed) + 1):
+            begin = self._begin(answer)
+            if begin is not None and self._go_to(answer[begin:]):
+                found[i] = self._mask()
+                if not answer and self._reasoning:
+                    found[i, self._reasoning.opens] = True
+            if i < len(proposed):
+                token = proposed[i]
+                if not found[i, token] or token in self._ends:
+                    break
+                answer.append(token)
+        return found
+
+    def forced(self, context: Sequence[int], most: int) -> list[int]:
+        """Tokens, up to `most`, that spell what must follow `context`."""
+        answer = context[self._start :]
+        begin = self._begin(answer)
+        try:
+            if begin is None or (not answer and self._reasoning) or not self._go_to(answer[begin:]):
+                return []
+        except ValueError:  # as `allowed` says, which is asked next
+            return []
+        return [token for token in self._matcher.compute_ff_tokens()[:most] if token not in self._ends]
+
+    def _begin(self, answer: Sequence[int]) -> int | None:
+        """Where the form begins in an answer so far; `None`: behind it."""
+        reasoning = self._reasoning
+        if reasoning is None or not (reasoning.is_open or answer[:1] == [reasoning.opens]):
+            return 0
+        return answer.index(reasoning.closes) + 1 if reasoning.closes in answer else None
+
+    def _go_to(self, tokens: Sequence[int]) -> bool:
+        """Has consumed these tokens and no others, if they are possible: a token that is not would end all."""
+        known, both = self._consumed, zip(self._consumed, tokens, strict=False)
+        common = next((i for i, (a, b) in enumerate(both) if a != b), min(len(known), len(tokens)))
+        if common < len(known):
+            self._matcher.rollback(len(known) - common)
+        further, self._consumed = list(tokens[common:]), list(tokens[:common])
+        if self._matcher.validate_tokens(further) < len(further):
+            return False
+        self._matcher.consume_tokens(further)
+        self._consumed += further
+        if self._matcher.is_error():
+            raise ValueError(self._matcher.get_error())
+        return True
+
+    def _mask(self) -> np.ndarray:
+        words = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
+        if self._matcher.is_error():
+            raise ValueError(self._matcher.get_error())
+        return np.unpackbits(words, bitorder="little", count=self._vocab).astype(bool)

@@ -1,0 +1,58 @@
+"""The form that answers are to have, as options and clients ask for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from ...offload.speculation.grammar import Grammar, Reasoning
+from ...tp.errors import UsageError
+from ...tp.weights.tokenizer import Tokenizer
+from .prompt import Prompt
+from .source import read_file, read_option
+
+OPENS, CLOSES = "<think>", "</think>"
+"""What models put around what they write before an answer."""
+
+_AT_THE_END = 8
+"""Tokens of a prompt among which a chat template has opened such a part, or closed an empty one."""
+
+
+def grammar_of_options(
+    json_schema: Path | None, regex: str | None, grammar: Path | None, note: Callable[[str], None]
+) -> Grammar | None:
+    """What `--json-schema`, `--regex` or `--grammar` ask for.
+
+    Raises:
+        UsageError: several of them, or a grammar that cannot be followed.
+        TriforceError: a file that cannot be read.
+    """
+    given = {"--json-schema": json_schema, "--regex": regex, "--grammar": grammar}
+    named = [name for name, value in given.items() if value is not None]
+    if len(named) > 1:
+        raise UsageError(f"{' and '.join(named)} are both given, but an answer has one form; give one")
+    found = None
+    if json_schema is not None:
+        found = Grammar("json_schema", read_file(json_schema, "--json-schema", note).text)
+    elif regex is not None:
+        found = Grammar("regex", read_option("--regex", regex, note))
+    elif grammar is not None:
+        found = Grammar("lark", read_file(grammar, "--grammar", note).text)
+    if found:
+        found.check()
+    return found
+
+
+def with_reasoning(grammar: Grammar, prompt: Prompt, tokenizer: Tokenizer) -> Grammar:
+    """The grammar behind what the model may write before its answer to a question, if its chat template knows that:
+    `OPENS` and `CLOSES` are tokens then. The prompt may have opened it, or closed it, where nothing is written."""
+    if not prompt.answers or tokenizer.render is None:
+        return grammar
+    opens, closes = (tokenizer.encode(text, False) for text in (OPENS, CLOSES))
+    if len(opens) != 1 or len(closes) != 1:
+        return grammar
+    last = prompt.token_ids[-_AT_THE_END:]
+    if closes[0] in last:
+        return grammar
+    return replace(grammar, reasoning=Reasoning(opens[0], closes[0], is_open=opens[0] in last))
