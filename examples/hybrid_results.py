@@ -77,7 +77,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=32_768, help="of the prompt")
     parser.add_argument("--new-tokens", type=int, default=96)
     parser.add_argument("--repeat", type=int, default=3)
-    parser.add_argument("--gap", type=float, default=0.1, help="by which the likely successor is ahead: 0 to 1")
+    parser.add_argument("--gap", type=float, default=0.2, help="by which the likely successor is ahead: 0 to 1")
     parser.add_argument("--passage", type=int, default=100, help="tokens of a passage of the prompt, on average")
     parser.add_argument("--drafts", default="lookup,mtp", help="what to measure against plain decoding")
     parser.add_argument("--parts", default="drafts,transformers", help="which of drafts and transformers to measure")

@@ -18,6 +18,7 @@ from ..tp.model.config import ModelConfig
 from ..tp.parallel.place import Place
 from ..tp.parallel.ranks import ALONE, Ranks
 from ..tp.parallel.split import check_split
+from ..tp.weights.checkpoint import Checkpoint
 from ..tp.weights.registry import MTP, find_pair, parse_draft, published_cache
 from .batch.batch import Batch
 from .batch.kept import KeptCache, reusable
@@ -161,9 +162,10 @@ class Engine:
         plan_here(request, where, ranks, free_disk=store.free_bytes, device_memory=memory).check()
         ranks.share(None)  # no rank loads before every rank has found that there is room
         tiling = limits.tiling
+        of_head = Checkpoint(target_directory, kind, where, further_tokens=True) if has_head else None
         target = Decoder.load(target_directory, target_config, dtype=kind, device=where, ranks=ranks, tiling=tiling)
-        if has_head:
-            small = Decoder.mtp_head(target_directory, target)
+        if of_head:
+            small = Decoder.mtp_head(of_head, target)
         else:
             small = Decoder.load(draft_directory, dtype=kind, device=where, tiling=tiling) if draft_directory else None
         names = str(model), str(draft or model) if small or lookup else None

@@ -307,15 +307,16 @@ class Decoder:
         return cls(config, Checkpoint(directory, dtype, device), device, ranks, tiling)
 
     @classmethod
-    def mtp_head(cls, directory: Path, model: Decoder) -> Decoder:
-        """The multi-token-prediction head of `model`, which is that of the directory, on the same device and ranks. It
-        says what follows a token from its embedding and the model's hidden state of the token before; its cache gives
-        it these (`Cache.hidden_before`).
+    def mtp_head(cls, checkpoint: Checkpoint, model: Decoder) -> Decoder:
+        """The multi-token-prediction head of `model`, on the same device and ranks. It says what follows a token from
+        its embedding and the model's hidden state of the token before; its cache gives it these
+        (`Cache.hidden_before`).
+
+        Args: `checkpoint` is of the head alone.
 
         Raises:
             ModelError: see `ModelConfig.mtp_head` and `Checkpoint`.
         """
-        checkpoint = Checkpoint(directory, model.dtype, model.device, further_tokens=True)
         return cls(model.config.mtp_head, checkpoint, model.device, model.ranks, model.tiling, model)
 
     @torch.inference_mode()

@@ -63,10 +63,15 @@ class Projection:
         name = prefix + self.name
         if quantisation is None or not quantisation.covers(name):
             if quantisation is not None and any(source.has(f"{name}.{end}") for end in _ENDS):
+                if name.startswith("mtp.layers."):  # of a head no configuration says whether it is stored so
+                    return self._in_few_bits(source, name, quantisation)
                 raise ModelError(f"{name} is stored in few bits, which is not supported outside a model's layers")
             shape, columns = (self.outputs, self.inputs), self.columns or (None,)
             parts = [source.read(f"{name}.weight", *shape, rows=self.rows, columns=some) for some in columns]
             return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+        return self._in_few_bits(source, name, quantisation)
+
+    def _in_few_bits(self, source: WeightSource, name: str, quantisation: Quantisation) -> QuantisedMatrix:
         whole = quantisation.read(source, name, self.outputs, self.inputs)
         return joined_inputs([part_of(whole, self.rows, some) for some in self.columns or (None,)])
 

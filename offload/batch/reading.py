@@ -134,7 +134,7 @@ class Reading:
         samplers, logits = [opened.sampler], self._logits
         if opened.matcher:
             logits = logits.clone()  # without what the grammar forbids
-            forbid(logits, [opened], [()])
+            forbid(logits, [opened], [()], "verify", logits.shape[1])
         weights = distributions(logits, samplers, [1])
         (token,) = draw(weights, samplers, [1], [len(opened.context)]).tolist()
         check_finite([opened], [[token]])

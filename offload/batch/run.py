@@ -442,7 +442,9 @@ class Run(Iterator[Event]):
         try:
             if self._alone or (self._target.ranks.size > 1 and not alike) or isinstance(failure, PeerError):
                 raise failure
-            self._fail(reading.sequence, failure.alone() if isinstance(failure, SequencesFailed) else failure)
+            if isinstance(failure, SequencesFailed):
+                failure = failure.alone(reading.sequence.active)
+            self._fail(reading.sequence, failure)
         finally:
             failure = None  # or the error and this frame would hold each other, and all that its frames hold
         return self._drop(reading, keeps=False)
@@ -503,7 +505,7 @@ class Run(Iterator[Event]):
             del sequence.context[written:]
             self.tiers[0].rollback(sequence.active, written - 1)
             if sequence.active in error.whose:
-                self._fail(sequence, error.alone())
+                self._fail(sequence, error.alone(sequence.active))
                 self._leave(sequence)
 
     def _fail(self, sequence: BatchSequence, error: Exception) -> None:

@@ -171,7 +171,7 @@ class SequenceSetup:
             CapacityError: there is not so much memory.
         """
         models, order = self._models, sequence.order
-        prompt = sequence.context
+        prompt, matcher = sequence.context, self._matcher(sequence)
         request = models.request(len(prompt) + order.max_new_tokens, answer=order.max_new_tokens)
         if not running:
             self._budget = 0
@@ -190,7 +190,7 @@ class SequenceSetup:
             to_come = sum(one.active.still_to_come for one in running)
             request = replace(request, beside=len(running), to_come=to_come)
             full, plan = self._full_cache(sequence, request, first=False)
-        sequence.active_or_none = self._activated(sequence, full, plan)
+        sequence.active_or_none = self._activated(sequence, full, plan, matcher)
         models.kept.others.add(sequence.active_or_none)
         sequence.statistics = replace(sequence.statistics, reused_tokens=full.length)
 
@@ -283,7 +283,9 @@ class SequenceSetup:
             settings = replace(settings, block_length=self.tiers[0].control.longest_draft)
         return settings
 
-    def _activated(self, sequence: BatchSequence, full: FullCache, plan: RunPlan) -> ActiveSequence:
+    def _activated(
+        self, sequence: BatchSequence, full: FullCache, plan: RunPlan, matcher: Matcher | None
+    ) -> ActiveSequence:
         models, order = self._models, sequence.order
         speculates = len(self.tiers) > 1
         # All sequences of a batch are verified with the lengths of its tiers.
@@ -313,7 +315,7 @@ class SequenceSetup:
             context=sequence.context,
             sampler=sampler,
             passes=passes,
-            matcher=self._matcher(sequence),
+            matcher=matcher,
             top_logprobs=order.top_logprobs,
             logprobs=sequence.logprobs,
             plan=plan,
@@ -358,7 +360,7 @@ class SequenceSetup:
         if len(controls) > 1:
             controls[1].confidence = Confidence(replace(expected))
         for control in controls[2:]:
-            control.replicated = models.target.ranks.size > 1
+            control.replicated = models.target.ranks.size > 1 and not (models.draft and models.draft.config.is_head)
         vocabulary = models.target.config.vocab_size
         lowest: Tier | None = None
         if models.draft and controls[2:]:

@@ -221,7 +221,13 @@ class StreamingCache:
         return kept
 
     def rollback(self, length: int) -> None:
-        """Forgets tokens from `length` on. If the window before them is gone, forgets all of them."""
+        """Forgets tokens from `length` on. If the window before them is gone, forgets all of them; a
+        multi-token-prediction head goes on with what it has, as no tokens before its window are to be had."""
+        if self.hidden_states:
+            if length < self._origins[0]:
+                self.skip(length)
+            self._filled = [min(filled, length) for filled in self._filled]
+            return
         reach = [max(edges) for edges in zip(self._origins, self._right_from, strict=True)]
         if max(reach) > max(self.sinks, length - self.window + 1):
             length = 0
@@ -231,6 +237,12 @@ class StreamingCache:
         if self.length <= self.sinks:
             self._origins = [self.sinks] * self._num_layers
             self._right_from = list(self._origins)
+
+    def skip_unseen(self, length: int) -> None:
+        """Before a pass up to `length`: a multi-token-prediction head that lacks more tokens than it sees goes on
+        without the first of them."""
+        if self.hidden_states and length - self.length > self.window:
+            self.skip(length - self.window)
 
     def skip(self, position: int) -> None:
         """Continues at `position` without the tokens before it. Layer `i`, whose input depends on tokens up to

@@ -57,6 +57,8 @@ def fingerprint(directory: Path, config: ModelConfig, dtype: torch.dtype, store:
             del described[field.name]
     if config.quantisation is not None:
         described["quantisation"] |= {"kind": type(config.quantisation).__name__}
+        if forms := described["quantisation"].get("forms"):
+            described["quantisation"]["forms"] = [one for one in forms if not one[0].startswith("mtp.")]
     if config.experts is not None:
         del described["experts"]["names"]
         if not config.experts.shared_width:

@@ -101,7 +101,7 @@ class RunPlan:
     """Tokens of the retrieval cache, at most the context; 0 where that tier is off."""
     chunk_size: int
     weights: int
-    """Of the rank's part of the target and of the whole draft."""
+    """Of the rank's part of the target, and of the whole draft or its part of a multi-token-prediction head."""
     resident_kv: int
     """Blocks of the full cache on the compute device."""
     streamed_kv: int
@@ -142,7 +142,7 @@ class RunPlan:
     scratch: int
     """What attention by PyTorch's operations keeps from call to call."""
     draft_kv: int
-    """The draft's caches: sinks and a recent window, and states."""
+    """The draft's caches: sinks and a recent window, and states; and what a multi-token-prediction head reads."""
     rope: int
     """RoPE's tables, the target's and the draft's."""
     streamed_per_pass: int

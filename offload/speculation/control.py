@@ -122,7 +122,7 @@ class DraftControl:
         if not proposed:
             return
         drafted, kept = proposed - forced, max(0, accepted - forced)
-        if self.lower and drafted:
+        if self.lower and drafted and accepted >= forced:
             self.lower.judge(sequence, drafted, kept)
         for counts in (self.counts, sequence.counts[self.name]):
             counts.proposed += proposed

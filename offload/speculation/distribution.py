@@ -161,7 +161,7 @@ class SequencesFailed(ModelError):
         super().__init__(message)
         self.whose = whose
 
-    def alone(self) -> SequencesFailed:
+    def alone(self, one: object) -> SequencesFailed:
         """The error of one of them, which refers to none."""
         return SequencesFailed(str(self), ())
 
@@ -177,7 +177,7 @@ class NotFiniteError(SequencesFailed):
         )
         super().__init__(message, whose)
 
-    def alone(self) -> NotFiniteError:
+    def alone(self, one: object) -> NotFiniteError:
         return NotFiniteError(())
 
 

@@ -9,11 +9,14 @@ computed by llguidance (github.com/guidance-ai/llguidance). Needs no PyTorch.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import re
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 import numpy as np
 
@@ -25,9 +28,22 @@ if TYPE_CHECKING:
 
     from ...tp.model.config import ModelConfig
 
-MOST_BYTES = 2**16
-"""Of a grammar's text. An object with 2,000 properties has as many; it is compiled in 0.6 s (AMD EPYC, 2026-11-27), and
-the time grows with the square."""
+MOST_BYTES = {"json_schema": 2**16, "regex": 2**14, "lark": 2**14}
+"""Of a grammar's text, by its kind: compiling takes time, up to seconds for as many of the worst kind (a schema with
+2,000 properties: 0.6 s, AMD EPYC, 2026-11-27)."""
+
+COMPILED = 32
+"""Grammars whose compiled form is kept."""
+
+_STACK_BYTES = 2**28
+"""Of the thread that compiles: llguidance follows references by recursion, some 5 KiB each."""
+
+_WITHOUT_ROLLBACK = re.compile(r"\b(max_tokens|stop|stop_capture|suffix|lazy)\b\s*[=,\]]")
+"""In Lark, attributes of rules whose tokens cannot be taken back."""
+
+
+Kind = Literal["json_schema", "regex", "lark"]
+T = TypeVar("T")
 
 
 class GrammarError(UsageError):
@@ -48,7 +64,7 @@ class Reasoning:
 class Grammar:
     """The form of an answer."""
 
-    kind: Literal["json_schema", "regex", "lark"]
+    kind: Kind
     source: str
     """A JSON schema as JSON; a regular expression (of the crate `regex`); or a grammar in Lark's syntax, or GBNF."""
     reasoning: Reasoning | None = None
@@ -58,13 +74,7 @@ class Grammar:
         """Raises:
         GrammarError: it cannot be compiled; the message says where in it what is wrong.
         """
-        from llguidance import LLMatcher
-
-        if len(self.source.encode(errors="replace")) > MOST_BYTES:
-            raise GrammarError(f"the {self.name} has more than {MOST_BYTES:,} bytes; give a shorter one")
-        is_error, messages = LLMatcher.validate_grammar_with_warnings(self.compiled(), limits=_limits())
-        if is_error:
-            raise GrammarError(f"the {self.name} cannot be followed: {in_a_line(messages[0])}")
+        _check(self.kind, self.source)
 
     @property
     def name(self) -> str:
@@ -85,6 +95,53 @@ class Grammar:
             return grammar_from("regex" if self.kind == "regex" else "grammar", self.source)
         except (ValueError, RecursionError) as error:
             raise GrammarError(f"the {self.name} cannot be read: {in_a_line(str(error))}") from error
+
+
+@lru_cache(maxsize=COMPILED)
+def _check(kind: Kind, source: str) -> None:
+    """See `Grammar.check`."""
+    from llguidance import LLMatcher
+
+    grammar, most = Grammar(kind, source), MOST_BYTES[kind]
+    if len(source.encode(errors="replace")) > most:
+        raise GrammarError(f"the {grammar.name} has more than {most:,} bytes; give a shorter one")
+    if kind == "lark" and (found := _WITHOUT_ROLLBACK.search(source)):
+        raise GrammarError(f"the grammar cannot be followed: {found[1]} is not supported, as its tokens must stay")
+
+    def validate() -> tuple[bool, list[str]]:
+        return LLMatcher.validate_grammar_with_warnings(grammar.compiled(), limits=_limits())
+
+    is_error, messages = _with_deep_stack(validate)
+    if is_error:
+        raise GrammarError(f"the {grammar.name} cannot be followed: {in_a_line(messages[0])}")
+
+
+def _with_deep_stack(work: Callable[[], T]) -> T:
+    """What `work` gives, in a thread whose stack is deep enough for any grammar of `MOST_BYTES`."""
+    found: list[T] = []
+    failed: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            found.append(work())
+        except BaseException as error:
+            failed.append(error)
+
+    with _STARTING:
+        before = threading.stack_size(_STACK_BYTES)
+        try:
+            thread = threading.Thread(target=run, name="grammar")
+            thread.start()
+        finally:
+            threading.stack_size(before)
+    thread.join()
+    if failed:
+        raise failed[0]
+    return found[0]
+
+
+_STARTING = threading.Lock()
+"""Held while the size of new threads' stacks is another one."""
 
 
 def _limits() -> LLParserLimits:
@@ -117,13 +174,23 @@ class Grammars:
     def __init__(self, directory: Path, config: ModelConfig) -> None:
         """Args: `directory` has the model's tokenizer, which is read when it is first needed."""
         self._directory, self._config = directory, config
+        self._compiled: OrderedDict[tuple[Kind, str], LLMatcher] = OrderedDict()
 
     @cached_property
     def _tokenizer(self) -> LLTokenizer:
+        """Raises:
+        GrammarError: the model's tokenizer is of a kind that llguidance does not know.
+        """
         from llguidance import LLTokenizer
 
-        ends = list(self._config.eos_token_ids)
-        return LLTokenizer(backend_json(self._directory), n_vocab=self._config.vocab_size, eos_token=ends)
+        try:
+            text, size = backend_json(self._directory)
+            size = max(size, self._config.vocab_size)
+            return LLTokenizer(text, n_vocab=size, eos_token=list(self._config.eos_token_ids))
+        except Exception as error:  # llguidance raises nothing narrower
+            raise GrammarError(
+                f"no grammar can be followed with the tokenizer of {self._config.name}: {in_a_line(str(error))}"
+            ) from error
 
     def matcher(self, grammar: Grammar, start: int) -> Matcher:
         """What follows an answer from its beginning on, which is the position `start` of the text.
@@ -132,20 +199,36 @@ class Grammars:
             GrammarError: see `Grammar.check`; no text is of the form; or the model has no end-of-sequence token, with
                 which an answer in a form must end.
         """
-        from llguidance import LLMatcher
-
         if not self._config.eos_token_ids:
             raise GrammarError(
                 f"{self._config.name} has no end-of-sequence token, so that no answer in a form could end"
             )
-        found = LLMatcher(self._tokenizer, grammar.compiled(), log_level=0, limits=_limits())
-        if not found.is_error():
-            found.compute_bitmask()
+        known = grammar.kind, grammar.source
+        if known not in self._compiled:
+            self._compiled[known] = self._compile(grammar)
+        self._compiled.move_to_end(known)
+        if len(self._compiled) > COMPILED:
+            self._compiled.popitem(last=False)
+        return Matcher(self._compiled[known].deep_copy(), grammar.reasoning, self._config, start)
+
+    def _compile(self, grammar: Grammar) -> LLMatcher:
+        from llguidance import LLMatcher
+
+        grammar.check()
+        tokenizer = self._tokenizer
+
+        def compiled() -> LLMatcher:
+            found = LLMatcher(tokenizer, grammar.compiled(), log_level=0, limits=_limits())
+            if not found.is_error():
+                found.compute_bitmask()
+            return found
+
+        found = _with_deep_stack(compiled)
         if found.stop_reason().startswith("NoExtension"):
             raise GrammarError(f"the {grammar.name} cannot be followed: no text is of this form")
         if found.is_error():
             raise GrammarError(f"the {grammar.name} cannot be followed: {in_a_line(found.get_error())}")
-        return Matcher(found, grammar.reasoning, self._config, start)
+        return found
 
 
 class Matcher:
@@ -156,20 +239,26 @@ class Matcher:
         self._ends, self._vocab = frozenset(config.eos_token_ids), config.vocab_size
         self._consumed: list[int] = []  # tokens of the form; an end of sequence is never among them
 
-    def allowed(self, context: Sequence[int], proposed: Sequence[int]) -> np.ndarray:
+    def allowed(self, context: Sequence[int], proposed: Sequence[int], *, decides: bool = True) -> np.ndarray:
         """Which tokens may follow `context`, and each of the proposed tokens behind it: `[len(proposed) + 1, vocab]`
         bool. Behind a token that may not come, as some drafts have it, all may.
 
+        Args: `decides`: whether all of `context` was drawn with these masks; a draft's end may not be.
+
         Raises:
-            ValueError: the grammar has become too complex; with the reason.
+            ValueError: the grammar has become too complex, or nothing can follow; with the reason.
         """
         answer, found = [*context[self._start :]], np.ones((len(proposed) + 1, self._vocab), bool)
         for i in range(len(proposed) + 1):
             begin = self._begin(answer)
-            if begin is not None and self._go_to(answer[begin:]):
+            if begin is None:
+                found[i, list(self._ends)] = False
+            elif self._go_to(answer[begin:]):
                 found[i] = self._mask()
                 if not answer and self._reasoning:
                     found[i, self._reasoning.opens] = True
+            elif decides and i == 0:
+                raise ValueError("the answer so far does not follow it")
             if i < len(proposed):
                 token = proposed[i]
                 if not found[i, token] or token in self._ends:
@@ -197,18 +286,20 @@ class Matcher:
 
     def _go_to(self, tokens: Sequence[int]) -> bool:
         """Has consumed these tokens and no others, if they are possible: a token that is not would end all."""
-        known, both = self._consumed, zip(self._consumed, tokens, strict=False)
-        common = next((i for i, (a, b) in enumerate(both) if a != b), min(len(known), len(tokens)))
-        if common < len(known):
-            self._matcher.rollback(len(known) - common)
-        further, self._consumed = list(tokens[common:]), list(tokens[:common])
-        if self._matcher.validate_tokens(further) < len(further):
-            return False
-        self._matcher.consume_tokens(further)
-        self._consumed += further
-        if self._matcher.is_error():
-            raise ValueError(self._matcher.get_error())
-        return True
+        known, matcher = self._consumed, self._matcher
+        common = len(known)
+        if tokens[:common] != known:
+            common = next((i for i, (a, b) in enumerate(zip(known, tokens, strict=False)) if a != b), len(tokens))
+            matcher.rollback(len(known) - common)
+            del known[common:]
+        further = list(tokens[common:])
+        possible = matcher.is_error() or matcher.validate_tokens(further) == len(further)
+        if possible and further:
+            matcher.consume_tokens(further)
+            known += further
+        if matcher.is_error():
+            raise ValueError(matcher.get_error())
+        return possible
 
     def _mask(self) -> np.ndarray:
         words = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)

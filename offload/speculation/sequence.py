@@ -76,36 +76,47 @@ class TokenSequence:
 
 
 class GrammarFailed(SequencesFailed, GrammarError):
-    """The grammar of some sequences has become too complex to be followed."""
+    """The grammars of some sequences cannot be followed any further."""
 
-    def __init__(self, whose: Sequence[object], reason: str) -> None:
-        super().__init__(f"the answer's grammar cannot be followed any further: {in_a_line(reason)}", whose)
-        self._reason = reason
+    def __init__(self, reasons: Sequence[tuple[object, str]]) -> None:
+        """Args: `reasons`: these sequences, each with its own."""
+        super().__init__(_no_further(reasons[0][1]), [one for one, _ in reasons])
+        self._reasons = reasons
 
-    def alone(self) -> GrammarFailed:
-        return GrammarFailed((), self._reason)
+    def alone(self, one: object) -> GrammarFailed:
+        return GrammarFailed([(None, next(reason for whose, reason in self._reasons if whose is one))])
 
 
-def forbid(logits: Tensor, sequences: Sequence[TokenSequence], proposed: Sequence[Sequence[int]]) -> None:
+def _no_further(reason: str) -> str:
+    return f"the answer's grammar cannot be followed any further: {in_a_line(reason)}"
+
+
+def forbid(
+    logits: Tensor, sequences: Sequence[TokenSequence], proposed: Sequence[Sequence[int]], tier: str, known: int
+) -> None:
     """Takes from `logits`, in place, what may not follow the context of each sequence, and each of its proposed tokens
     behind it: where a sequence has no grammar, nothing.
 
-    Args: `logits` `[sum of len(proposed[i]) + 1, vocab]`, of one sequence after another.
+    Args:
+        logits: `[sum of len(proposed[i]) + 1, vocab]`, of one sequence after another.
+        tier: by whose passes they are; what that of the full cache has drawn is what the text is.
+        known: tokens that it knows: a row stays as it is if none of these may come, which drafts only meet.
 
     Raises:
-        GrammarFailed: of some sequences the grammar has become too complex.
+        GrammarFailed: of some sequences.
     """
     failed: list[tuple[object, str]] = []
     first = 0
     for sequence, tokens in zip(sequences, proposed, strict=True):
         if sequence.matcher:
             try:
-                allowed = sequence.matcher.allowed(sequence.context, tokens)
+                allowed = sequence.matcher.allowed(sequence.context, tokens, decides=tier == "verify")
             except ValueError as error:
                 failed.append((sequence, str(error)))
             else:
                 for row, may in zip(logits[first:], allowed, strict=False):  # one at a time: no more memory is planned
-                    row.masked_fill_(torch.from_numpy(~may).to(logits.device), float("-inf"))
+                    if may[:known].any():
+                        row.masked_fill_(torch.from_numpy(~may).to(logits.device), float("-inf"))
         first += len(tokens) + 1
     if failed:
-        raise GrammarFailed([sequence for sequence, _ in failed], failed[0][1])
+        raise GrammarFailed(failed)

@@ -11,7 +11,7 @@ Sequences that are decoded together take every step together: one pass for all o
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -20,6 +20,7 @@ from torch import Tensor
 from ...kernels.selection import STEP_ROWS
 from ...tp.decoder import Decoder
 from ...tp.devices import to_device
+from ..caches.streaming import StreamingCache
 from ..graphs.passes import JOINED, JoinedPasses, Passes
 from ..held import Held
 from ..vocabulary import cover, readable
@@ -72,14 +73,14 @@ class Tier:
         self.control.begin_pass(drafted=True)
         logits, rows, processed = self._verify(sequences, proposed)
         samplers = [sequence.sampler for sequence in sequences]
-        own = self._own_logits(sequences, logits)
-        forbid(logits, sequences, proposed)
+        own = self._own_logits(sequences, logits.split(rows))
+        forbid(logits, sequences, proposed, self.name, self.decoder.config.vocab_size)
         target = distributions(logits, samplers, rows)
         starts = [len(sequence.context) for sequence in sequences]
         given = proposed, [q for _, q in drafts], target, samplers, starts
         outcomes, ratings = self.accept(*given, logits if rated else None)
         check_finite(sequences, [[token] for _, token in outcomes])
-        emitted, parts, own = [], target.split(rows), own.split(rows)
+        emitted, parts = [], target.split(rows)
         for i, sequence in enumerate(sequences):
             accepted, token = outcomes[i]
             kept = self._keep(sequence, [*proposed[i][:accepted], token], ratings[i])
@@ -168,11 +169,18 @@ class Tier:
         return sequence.matcher.forced(sequence.context, most) if sequence.matcher and self.name == "verify" else []
 
     def end_draft(self, sequences: Sequence[TokenSequence]) -> None:
-        """Takes from this tier's caches what was drafted, where it was computed otherwise than it will be: a
-        multi-token-prediction head has its own results in the place of the target's hidden states then."""
-        if self.decoder.config.is_head:
-            for sequence in sequences:
-                self.rollback(sequence, len(sequence.context))
+        """Takes from this tier's caches what was computed otherwise than it will be: a multi-token-prediction head has
+        its own results, or nothing, in the place of the target's hidden states for what was drafted."""
+        for sequence, cache in self._of_heads(sequences):
+            assert cache.hidden_states
+            self.rollback(sequence, min(len(sequence.context), cache.hidden_states.known.stop + 1))
+
+    def _of_heads(self, sequences: Sequence[TokenSequence]) -> Iterator[tuple[TokenSequence, StreamingCache]]:
+        """With the caches of this tier, if it drafts with a multi-token-prediction head."""
+        for sequence in sequences if self.decoder.config.is_head else ():
+            cache = sequence.passes[self.name].cache
+            assert isinstance(cache, StreamingCache)
+            yield sequence, cache
 
     def _verify(
         self, sequences: Sequence[TokenSequence], proposed: Sequence[list[int]]
@@ -234,7 +242,7 @@ class Tier:
             ratings = [number / 1e6 for number in numbers[first : first + steps]]
             kept = self._keep(sequence, tokens[i * steps : (i + 1) * steps][:wanted], ratings)
             if self.name == "verify":  # of which a step is one token
-                sequence.keep_logprobs(kept, logits[i : i + 1])
+                sequence.keep_logprobs(kept, logits[i])
             emitted.append((kept, targets[i, : len(kept)]))
         steady = self._was_steady(sequences)
         self.control.note_passes(sequences, steps, rows, steady)
@@ -243,10 +251,10 @@ class Tier:
 
     def _drawn(
         self, sequences: Sequence[TokenSequence], count: int, rated: bool
-    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor | None, list[Tensor]]:
         """Draws `count` tokens of each sequence one after another: `[sequences, count]`, their distributions
         `[sequences, count, vocab]`, if `rated` the `rounded_certainties` of the tokens, `[sequences, count]`, and the
-        logits of the first ones, `[sequences, vocab]`. They stay on the device; tokens that were drawn from NaN are
+        logits of the first ones, `[1, vocab]` each. They stay on the device; tokens that were drawn from NaN are
         below 0."""
         self._catch_up(sequences, len(sequences))
         waiting = [self._pending(sequence) for sequence in sequences]
@@ -255,12 +263,12 @@ class Tier:
         tokens: list[Tensor] = []
         rows: list[Tensor] = []
         sure: list[Tensor] = []
-        logits = unmasked = torch.empty(0)
+        unmasked: list[Tensor] = []
         while len(tokens) < count:
             logits = self._logits(sequences, pending, counts, one_each)
             if not tokens:  # what follows those that the host has not read is not known
-                unmasked = self._own_logits(sequences, logits)
-                forbid(logits, sequences, [()] * len(sequences))
+                unmasked = self._own_logits(sequences, logits.split(one_each))
+                forbid(logits, sequences, [()] * len(sequences), self.name, self.decoder.config.vocab_size)
             rows.append(distributions(logits, samplers, one_each))
             positions = [len(sequence.context) + len(tokens) for sequence in sequences]
             pending, counts = draw(rows[-1], samplers, one_each, positions), one_each
@@ -270,10 +278,11 @@ class Tier:
         drawn, targets = torch.stack(tokens, dim=1), torch.stack(rows, dim=1)
         return drawn, targets, torch.stack(sure, dim=1) if rated else None, unmasked
 
-    def _own_logits(self, sequences: Sequence[TokenSequence], logits: Tensor) -> Tensor:
-        """Logits as they are before grammars forbid some tokens, where logarithms of their probabilities are wanted."""
-        wanted = self.name == "verify" and any(one.matcher and one.top_logprobs is not None for one in sequences)
-        return logits.clone() if wanted else logits
+    def _own_logits(self, sequences: Sequence[TokenSequence], logits: Sequence[Tensor]) -> list[Tensor]:
+        """Each sequence's logits; as they are before its grammar forbids some tokens, where logarithms of their
+        probabilities are wanted."""
+        wanted = [one.matcher and one.top_logprobs is not None and self.name == "verify" for one in sequences]
+        return [part.clone() if is_wanted else part for part, is_wanted in zip(logits, wanted, strict=True)]
 
     def _pending(self, sequence: TokenSequence) -> list[int]:
         """The tokens of the context that this tier's cache lacks."""
@@ -282,6 +291,8 @@ class Tier:
     def _catch_up(self, sequences: Sequence[TokenSequence], rows: int) -> None:
         """Brings caches that lack many tokens, as nothing was drafted for a while, up to the last token of the context,
         where all together would be more than the rows of a step; `rows` come besides."""
+        for sequence, cache in self._of_heads(sequences):
+            cache.skip_unseen(len(sequence.context))
         if len(sequences) == 1 or rows + sum(len(self._pending(sequence)) for sequence in sequences) <= STEP_ROWS:
             return
         for sequence in sequences:

@@ -107,9 +107,10 @@ def test_an_answer_that_is_cut_says_so(generated):
         (("--regex", "(a"), "error: the regular expression cannot be followed: "),
         (("--json-schema", "FILE"), "error: the JSON schema cannot be read: "),
         (("--json-schema", "MISSING"), "error: --json-schema MISSING does not exist"),
+        (("--json-schema", "-", "--asks", "-"), "error: --asks and --json-schema are both -"),
         (("--grammar", "FILE"), "error: the grammar cannot be followed: "),
     ],
-    ids=["two", "ignore-eos", "regex", "schema", "missing", "grammar"],
+    ids=["two", "ignore-eos", "regex", "schema", "missing", "stdin", "grammar"],
 )
 def test_what_cannot_be_followed_is_refused_in_a_line(generated, file, options, message):
     path = file("start: { no")
@@ -192,6 +193,10 @@ HOSTILE = {
     "pattern": {"type": "string", "pattern": "^(a|aa|aaa){1,400}(b{1,400}c{1,400}){1,400}$"},
     "long": {"type": "string", "minLength": 10**9},
     "many": {"type": "array", "items": {"type": "integer"}, "minItems": 10**7},
+    "chain": {
+        "$defs": {f"a{i}": {"properties": {"x": {"$ref": f"#/$defs/a{i + 1}"}}} for i in range(1200)} | {"a1200": {}},
+        "$ref": "#/$defs/a0",
+    },
     "union": {"anyOf": [{"const": "x" * i} for i in range(400)]},
 }
 
@@ -209,6 +214,16 @@ def test_hostile_schemas_cost_bounded_time(server, name):
     if reply.status == 400:
         assert reply.json["error"]["code"] in ("grammar_not_usable", None)
     assert server.ask("GET", "/health").status == 200
+
+
+def test_a_grammar_of_many_rules_leaves_the_server_whole(server):
+    """However deep they go, and however often one has another."""
+    for of in (lambda i: f"a{i}: a{i + 1}", lambda i: f"A{i}: A{i + 1} A{i + 1}"):
+        rules = [of(i) for i in range(900)]
+        first, last = rules[0].split(":")[0], rules[-1].split(" ")[-1]
+        source = "\n".join([f"start: {first}", *rules, f'{last}: "x"'])
+        assert server.ask("POST", CHAT, ASKED | {"grammar": source, "max_tokens": 3}).status in (200, 400)
+    assert server.ask("POST", CHAT, ASKED | {"max_tokens": 4}).status == 200
 
 
 @pytest.mark.slow

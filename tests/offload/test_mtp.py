@@ -21,6 +21,7 @@ from triforce.offload.settings import Settings
 from triforce.tp.decoder import Decoder
 from triforce.tp.errors import ModelError
 from triforce.tp.model.config import ModelConfig
+from triforce.tp.weights.checkpoint import Checkpoint
 
 CPU = torch.device("cpu")
 TEXT = random_tokens(900, seed=3)
@@ -34,7 +35,11 @@ def smooth(directory, family="qwen3.5"):
     head = Head(model, seed=2)
     head.save(directory)
     target = Decoder.load(directory, dtype=torch.float32, device=CPU)
-    return model, head, target, Decoder.mtp_head(directory, target)
+    return model, head, target, head_of(directory, target)
+
+
+def head_of(directory, target):
+    return Decoder.mtp_head(Checkpoint(directory, torch.float32, CPU, further_tokens=True), target)
 
 
 def knowing(target, states):
@@ -143,6 +148,40 @@ def test_a_head_that_is_right_has_all_its_tokens_accepted(tmp_path):
     assert accepted_of(tmp_path)["draft_per_token"] < 0.3
 
 
+def test_a_turn_of_few_tokens_goes_on_with_what_is_known_of_them(tmp_path):
+    """No token before them passes the head again; nor do those that came while it did not draft."""
+    follower(tmp_path)
+    engine = Engine.load(tmp_path, "mtp", device="cpu", dtype="float32", draft_length=4, block_length=8)
+    text = [*TEXT, *engine.generate(TEXT, GREEDY, 20, ignore_eos=True).token_ids]
+    for more in (3, 40, 300):
+        text += random_tokens(more, seed=more)
+        run = engine.stream(text, GREEDY, 40, ignore_eos=True)
+        for _ in run:
+            if run.sequence.active_or_none and run.sequence.active.streaming:
+                assert run.sequence.active.streaming._origins[0] > 600
+        stats = run.stats()
+        assert stats["reused_tokens"] >= len(TEXT) - 1 and stats["acceptance"]["draft_per_token"] == 1.0
+        text += run.statistics.token_ids
+    engine.close()
+
+
+def test_a_long_lag_is_not_computed(tmp_path):
+    model, _, target, ours = smooth(tmp_path)
+    states = hidden_states(model, TEXT)
+    cache = StreamingCache(ours, hidden_states=knowing(target, states[:512]))
+    cache.skip(1)
+    forward(ours, cache, TEXT[1:100], 99)
+    cache.skip_unseen(300)
+    assert cache.length == 100, "all of it is seen"
+    cache.skip_unseen(600)
+    assert cache.length == 600 - WINDOW
+    cache.rollback(350)
+    assert cache.length == 350, "what is before is not to be had"
+    forward(ours, cache, TEXT[350:360], 10)
+    cache.rollback(355)
+    assert cache.length == 355
+
+
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
     root = tmp_path_factory.mktemp("mtp")
@@ -206,7 +245,7 @@ def test_its_memory_is_planned(checkpoint, gpus):
 def test_what_has_no_head_is_refused(tmp_path):
     save_llama(tmp_path / "llama")
     with pytest.raises(
-        ModelError, match="the multi-token-prediction head of llama is not there, and --draft mtp needs"
+        ModelError, match="the multi-token-prediction head of llama is not there, or not of this kind, and --draft mtp"
     ):
         Engine.load(tmp_path / "llama", "mtp", device="cpu")
     save_family(tmp_path / "without", "qwen3.5")
@@ -216,6 +255,6 @@ def test_what_has_no_head_is_refused(tmp_path):
     with pytest.raises(ModelError, match="has 3 layers"):
         Engine.load(tmp_path / "without", "mtp", device="cpu")
     change_config(tmp_path / "without", mtp_num_hidden_layers=1, mtp_use_dedicated_embeddings=True)
-    with pytest.raises(ModelError, match="is not there"):
+    with pytest.raises(ModelError, match="is not there, or not"):
         Engine.load(tmp_path / "without", "mtp", device="cpu")
     assert json.loads((tmp_path / "without" / "config.json").read_text())["mtp_num_hidden_layers"] == 1

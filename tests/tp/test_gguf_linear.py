@@ -22,6 +22,7 @@ from triforce.tp.decoder import Decoder  # noqa: E402
 from triforce.tp.errors import ModelError  # noqa: E402
 from triforce.tp.matrices import ModelMatrices  # noqa: E402
 from triforce.tp.model.config import ModelConfig  # noqa: E402
+from triforce.tp.weights.checkpoint import Checkpoint  # noqa: E402
 from triforce.tp.weights.registry import find_model  # noqa: E402
 
 CPU = torch.device("cpu")
@@ -109,7 +110,7 @@ def test_its_multi_token_prediction_head_is_read(tmp_path, family):
     model = save_gguf(tmp_path / "m", family, lambda name: Form.F32, predicting=True)
     directory = find_model(tmp_path / "m.gguf")
     target = Decoder.load(directory, dtype=torch.float32, device=CPU)
-    head = Decoder.mtp_head(directory, target)
+    head = Decoder.mtp_head(Checkpoint(directory, torch.float32, CPU, further_tokens=True), target)
     states = hidden_states(model, PROMPT)
     known = HiddenStates(target)
     known._rows[: len(states)], known.known = states, range(len(states))
@@ -123,7 +124,7 @@ def test_its_multi_token_prediction_head_is_read(tmp_path, family):
 
 def test_a_file_without_a_head_has_none(tmp_path):
     save_gguf(tmp_path / "m", "qwen3.5", mixed)
-    with pytest.raises(ModelError, match="is not there, and --draft mtp needs one"):
+    with pytest.raises(ModelError, match="is not there, or not of this kind, and --draft mtp needs one"):
         Engine.load(find_model(tmp_path / "m.gguf"), "mtp", device="cpu")
 
 

@@ -79,7 +79,7 @@ class ModelConfig:
             ModelError: it has none, or one of another kind.
         """
         if self.further_layers != 1:
-            found = f"has {self.further_layers} layers" if self.further_layers else "is not there"
+            found = f"has {self.further_layers} layers" if self.further_layers else "is not there, or not of this kind"
             raise ModelError(
                 f"the multi-token-prediction head of {self.name} {found}, and --draft mtp needs one of one layer "
                 "(Qwen3-Next and Qwen3.5 have it); give a small model to --draft, or lookup, or none"
@@ -344,7 +344,8 @@ def _rotary_dim(raw: dict[str, Any], family: Family, head_dim: int) -> int:
 
 def _further_layers(raw: dict[str, Any]) -> int:
     """See `ModelConfig.further_layers`; 0 also for a head with an embedding of its own, which is not read."""
-    return 0 if raw.get("mtp_use_dedicated_embeddings") else int(raw.get("mtp_num_hidden_layers", 1))
+    given = raw.get("mtp_num_hidden_layers")
+    return 0 if raw.get("mtp_use_dedicated_embeddings") else 1 if given is None else int(given)
 
 
 def _token_ids(value: Any) -> tuple[int, ...]:

@@ -158,9 +158,7 @@ class GroupedQuantisation(Quantisation):
         """See `read`."""
 
     def covers(self, name: str) -> bool:
-        return name.startswith(("model.layers.", "mtp.layers.")) and not any(
-            _matches(part, name) for part in self.left_out
-        )
+        return name.startswith("model.layers.") and not any(_matches(part, name) for part in self.left_out)
 
     def groups(self, inputs: int) -> int:
         """Scales of an output."""

@@ -371,7 +371,10 @@ class _Configuration:
         forms = {
             one["form"]
             for name, one in tensors.items()
-            if len(one["shape"]) > 1 and not (experts and name.endswith(router)) and not name.endswith(_NOT_BY_TYPE)
+            if len(one["shape"]) > 1
+            and not (experts and name.endswith(router))
+            and not name.endswith(_NOT_BY_TYPE)
+            and not name.startswith("mtp.")
         }
         base, key = self._float("rope.freq_base", 10000.0), "expert_feed_forward_length"
         of_each = self._metadata.get(self._key(key)) if self.is_linear else None  # those files may give it alone

@@ -228,24 +228,28 @@ def check_same_vocabulary(target: Path, draft: Path) -> None:
         )
 
 
-def backend_json(directory: Path) -> str:
-    """A model's tokenizer as one `tokenizer.json`, with all added tokens.
+def backend_json(directory: Path) -> tuple[str, int]:
+    """A model's tokenizer as the content of a `tokenizer.json`, and how many tokens it has.
 
     Raises:
-        ModelError: it is of no kind that has one.
+        Exception: it is of no kind that has one.
     """
-    import transformers
+    from tokenizers import Tokenizer as Backend
 
-    transformers.logging.set_verbosity_error()
-    try:
-        tokenizer: Any = transformers.AutoTokenizer.from_pretrained(
+    path = directory / "tokenizer.json"
+    if path.is_file():
+        backend = Backend.from_file(str(path))
+    else:
+        import transformers
+
+        transformers.logging.set_verbosity_error()
+        found: Any = transformers.AutoTokenizer.from_pretrained(
             directory, local_files_only=True, trust_remote_code=False
         )
-        return tokenizer.backend_tokenizer.to_str()
-    except Exception as error:
-        raise ModelError(
-            f"the tokenizer in {directory} is of a kind that grammars cannot be followed with: {error}"
-        ) from error
+        backend = found.backend_tokenizer
+    backend.no_padding()
+    backend.no_truncation()
+    return backend.to_str(), backend.get_vocab_size(with_added_tokens=True)
 
 
 def _vocabulary(path: Path) -> dict[str, int]:

@@ -264,7 +264,7 @@ def _token_ids(options: CompareOptions, subject: Subject) -> list[int]:
     wanted, new = options.prompt_tokens, options.max_new_tokens
     source, tokenizer, config = subject.source, subject.tokenizer, subject.config
     if wanted is None:
-        return build_prompt(source, options.ask, tokenizer, config, new, options.truncate).token_ids
+        return list(build_prompt(source, options.ask, tokenizer, config, new, options.truncate).token_ids)
     if options.ask is not None:
         raise UsageError("--ask and --prompt-tokens are both given, but the question stands at the end; give one")
     check_context(config, wanted, new)

@@ -57,10 +57,10 @@ def generate(options: GenerateOptions, call: Call) -> None:
 
     asks = [read_ask(ask, print_note) for ask in options.ask or []]
     _check_options(options)
-    grammar = grammar_of_options(options.json_schema, options.regex, options.grammar, print_note)
     if starts_or_follows(options, call):
         return
     with JsonFile.prepare(options.json) as json_file:
+        grammar = grammar_of_options(options.json_schema, options.regex, options.grammar, print_note)
         answers = wanted_answers(asks, options.asks, options.answers)
         source = read_source(options.prompt_file, options.prompt, print_note, options.context, options.sampling.seed)
         # What may be a download of gigabytes comes after all that can be checked without it.
@@ -76,8 +76,12 @@ def _check_options(options: GenerateOptions) -> None:
     """Raises:
     UsageError: options that exclude each other.
     """
-    if options.asks is not None and str(options.asks) == str(options.prompt_file) == "-":
-        raise UsageError("--prompt-file and --asks are both -, but there is one standard input; give a file")
+    files = {"--prompt-file": options.prompt_file, "--asks": options.asks}
+    files |= {"--json-schema": options.json_schema, "--grammar": options.grammar}
+    from_stdin = [name for name, path in files.items() if str(path) == "-"]
+    if len(from_stdin) > 1:
+        names = " and ".join(from_stdin[:2])
+        raise UsageError(f"{names} are both -, but there is one standard input; give a file")
     if options.ignore_eos and any((options.json_schema, options.regex, options.grammar)):
         raise UsageError("--ignore-eos is given, but an answer in a form ends where that does; leave it out")
     for name in (options.context, options.save_context):

@@ -15,8 +15,9 @@ from .source import read_file, read_option
 OPENS, CLOSES = "<think>", "</think>"
 """What models put around what they write before an answer."""
 
-_AT_THE_END = 8
-"""Tokens of a prompt among which a chat template has opened such a part, or closed an empty one."""
+_AT_THE_END = 4
+"""Tokens of a prompt among which a chat template has opened such a part, or closed an empty one; before these is what
+begins the answer."""
 
 
 def grammar_of_options(
@@ -45,14 +46,14 @@ def grammar_of_options(
 
 
 def with_reasoning(grammar: Grammar, prompt: Prompt, tokenizer: Tokenizer) -> Grammar:
-    """The grammar behind what the model may write before its answer to a question, if its chat template knows that:
-    `OPENS` and `CLOSES` are tokens then. The prompt may have opened it, or closed it, where nothing is written."""
+    """The grammar behind what the model may write before its answer to a question, where `OPENS` and `CLOSES` are
+    tokens. The prompt may have opened it, or closed it, where nothing is written."""
     if not prompt.answers or tokenizer.render is None:
         return grammar
     opens, closes = (tokenizer.encode(text, False) for text in (OPENS, CLOSES))
     if len(opens) != 1 or len(closes) != 1:
         return grammar
-    last = prompt.token_ids[-_AT_THE_END:]
-    if closes[0] in last:
+    marks = [token for token in prompt.token_ids[-_AT_THE_END:] if token in (opens[0], closes[0])]
+    if marks[-1:] == closes:
         return grammar
-    return replace(grammar, reasoning=Reasoning(opens[0], closes[0], is_open=opens[0] in last))
+    return replace(grammar, reasoning=Reasoning(opens[0], closes[0], is_open=marks[-1:] == opens))

@@ -30,7 +30,7 @@ _TEXT_LEFT_OUT = "the model's chat template leaves the text out; give the questi
 class Prompt:
     """Token ids for the engine, and how what follows them becomes text."""
 
-    token_ids: list[int]
+    token_ids: Sequence[int]
     answers: bool = False
     """Whether what follows answers a question; else it continues the text."""
     stops: tuple[str, ...] = ()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from typing import Any
 
@@ -77,7 +78,8 @@ def request_prompts(request: AnswerRequest, tokenizer: Tokenizer, config: ModelC
 
 
 def _checked(name: str, prompt: Prompt, request: AnswerRequest, config: ModelConfig) -> Prompt:
-    """A prompt, of the field `name`, with the stop texts of its request.
+    """A prompt, of the field `name`, with the stop texts of its request. Its tokens take four bytes each, where a list
+    of numbers takes 36: many may wait.
 
     Raises:
         BodyError: no token, or more than the model has positions for.
@@ -91,7 +93,7 @@ def _checked(name: str, prompt: Prompt, request: AnswerRequest, config: ModelCon
             f"{positions:,} positions{config.positions_note}; shorten it, or lower max_tokens",
             name, code="context_length_exceeded",
         )  # fmt: skip
-    return Prompt(prompt.token_ids, prompt.answers, (*request.stops, *prompt.stops))
+    return Prompt(array("i", prompt.token_ids), prompt.answers, (*request.stops, *prompt.stops))
 
 
 def _text_prompt(

@@ -50,7 +50,7 @@ FORMS: dict[Any, str] = {
 class Steps:
     """A grammar of numbers in the place of one of texts: what may follow a token depends on that."""
 
-    def allowed(self, context, proposed):
+    def allowed(self, context, proposed, *, decides):
         rows = np.zeros((len(proposed) + 1, VOCAB), bool)
         for row, last in zip(rows, [context[-1], *proposed], strict=True):
             row[self.after(last)] = True
@@ -236,10 +236,11 @@ def test_the_form_begins_behind_the_reasoning(texts):
     by_model = grammars.matcher(Grammar("regex", source, Reasoning(opens, closes, is_open=False)), 0)
     rows = by_model.allowed([], [opens, 7, closes, int(first.nonzero()[0][0])])
     assert rows[0].sum() == first.sum() + 1 and rows[0, opens]
-    assert rows[1].all() and rows[2].all() and (rows[3] == first).all() and 0 < rows[4].sum() < 60
+    assert rows[1].sum() == rows[2].sum() == 329 and not rows[1, END], "anything but an end"
+    assert (rows[3] == first).all() and 0 < rows[4].sum() < 60
     opened = grammars.matcher(Grammar("regex", source, Reasoning(opens, closes, is_open=True)), 0)
-    assert opened.allowed([], [])[0].all() and (opened.allowed([5, closes], [])[0] == first).all()
-    assert opened.allowed([5, 6], [])[0].all(), "gone back"
+    assert opened.allowed([], [])[0].sum() == 329 and (opened.allowed([5, closes], [])[0] == first).all()
+    assert opened.allowed([5, 6], [])[0].sum() == 329, "gone back"
 
 
 @pytest.mark.parametrize(
@@ -252,7 +253,8 @@ def test_the_form_begins_behind_the_reasoning(texts):
         ("json_schema", '{"$ref": "https://example.com/schema"}', "example.com"),
         ("regex", "(", "the regular expression cannot be followed: "),
         ("lark", "start: missing", "the grammar cannot be followed: .*missing"),
-        ("regex", "x" * 2**16 + "y", "has more than 65,536 bytes"),
+        ("regex", "x" * 2**14 + "y", "has more than 16,384 bytes"),
+        ("lark", "start: a\na[max_tokens=5]: /b+/", "max_tokens is not supported"),
         ("json_schema", '{"$defs": {"a": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"}', "cannot be followed"),
     ],
 )
@@ -260,6 +262,40 @@ def test_what_cannot_be_followed_is_refused_before_the_first_token(texts, kind, 
     engine = Engine.load(texts[0] / "target", "none", device="cpu")
     with pytest.raises(UsageError, match=message):
         engine.stream([1, 2], GREEDY, 5, grammar=Grammar(kind, source))
+
+
+def test_a_text_that_is_taken_back_and_goes_on_otherwise_is_followed(texts):
+    """As a matcher that knows nothing else says, whatever was tried before."""
+    root, chance = texts[0], random.Random(3)
+    grammars = Grammars(root / "target", ModelConfig.load(root / "target"))
+    for kind, source in FORMS.items():
+        grammar = Grammar(kind, source)
+        matcher, text = grammars.matcher(grammar, 0), []
+        for _ in range(200):
+            del text[chance.randint(0, len(text)) :]
+            (now,) = grammars.matcher(grammar, 0).allowed(text, [])
+            tried = [*chance.sample(range(330), 2), *chance.choices(now.nonzero()[0].tolist(), k=2)]
+            assert (matcher.allowed(text, tried)[0] == now).all()
+            assert (matcher.allowed([*text, tried[0]], [], decides=False)[0]).any()
+            token = chance.choice(now.nonzero()[0].tolist())
+            text += [] if token == END else [token]
+
+
+def test_a_draft_that_lacks_the_only_token_that_may_come_drafts_another(texts, tmp_path):
+    """The end, say, where the target has it among further tokens."""
+    root, _ = texts
+    save_tokenizer(tmp_path / "draft")
+    save_llama(tmp_path / "draft", seed=1, vocab_size=320)
+    save_tokenizer(tmp_path / "target")
+    path = str(tmp_path / "target/tokenizer.json")
+    tokenizer = Tokenizer.from_file(path)
+    tokenizer.add_special_tokens(["<end>"])
+    tokenizer.save(path)
+    save_llama(tmp_path / "target", seed=0, vocab_size=330, eos_token_id=tokenizer.token_to_id("<end>"))
+    engine = Engine.load(tmp_path / "target", tmp_path / "draft", device="cpu", dtype="float32", draft_length=3)
+    found = engine.generate(prompt_of(root), Sampling(1.0, seed=2), 40, grammar=Grammar("regex", "[ab]{9}")).token_ids
+    assert found[-1] == tokenizer.token_to_id("<end>") == 320
+    engine.close()
 
 
 def test_a_model_without_an_end_cannot_have_one(texts, tmp_path):

@@ -189,7 +189,7 @@ class Answering:
         if not wanted or contexts is None:
             return None
         try:
-            named = f"{contexts.fingerprint} {prompt}"
+            named = f"{contexts.fingerprint} {list(prompt)}"
         except (TriforceError, OSError) as error:
             self._note(f"warning: the prompt is not saved: {error}")
             return None
