@@ -66,7 +66,11 @@ LEFT_OUT = pytest.StashKey[Counter[str]]()
 def pytest_addoption(parser):
     group = parser.getgroup("triforce", "which tests run")
     group.addoption(
-        "--sample", action="store_const", const="sample", dest="extent", help="and a twentieth of the slow ones, drawn anew"
+        "--sample",
+        action="store_const",
+        const="sample",
+        dest="extent",
+        help="and a twentieth of the slow ones, drawn anew",
     )
     group.addoption("--draw", type=int, metavar="NUMBER", help="which tenth: what another run has said")
     group.addoption("--full", action="store_const", const="full", dest="extent", help="all tests, the slow ones too")

@@ -218,8 +218,8 @@ def test_hostile_schemas_cost_bounded_time(server, name):
 
 def test_a_grammar_of_many_rules_leaves_the_server_whole(server):
     """However deep they go, and however often one has another."""
-    for of in (lambda i: f"a{i}: a{i + 1}", lambda i: f"A{i}: A{i + 1} A{i + 1}"):
-        rules = [of(i) for i in range(900)]
+    for of, count in ((lambda i: f"a{i}: a{i + 1}", 900), (lambda i: f"A{i}: A{i + 1} A{i + 1}", 200)):
+        rules = [of(i) for i in range(count)]
         first, last = rules[0].split(":")[0], rules[-1].split(" ")[-1]
         source = "\n".join([f"start: {first}", *rules, f'{last}: "x"'])
         assert server.ask("POST", CHAT, ASKED | {"grammar": source, "max_tokens": 3}).status in (200, 400)

@@ -217,6 +217,7 @@ def test_text_on_two_ranks_is_that_of_transformers(tmp_path, family):
     assert all(report["token_ids"] == want for reports in run_jobs(jobs, 2) for report in reports)
 
 
+@pytest.mark.slow
 def test_every_outcome_adds_up_to_the_target_distribution(tmp_path):
     shape = SHAPE | {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"], "head_dim": 16}
     shape |= {"linear_num_key_heads": 1, "linear_num_value_heads": 2, "linear_key_head_dim": 8}

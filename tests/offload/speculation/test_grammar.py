@@ -164,7 +164,7 @@ def text_of(root, tokens):
 
 
 @pytest.mark.parametrize("seed", range(12))
-@pytest.mark.slow(keep=3)
+@pytest.mark.slow(keep=2)
 def test_answers_together_are_in_their_forms_and_a_seed_is_a_text(texts, seed):
     """Of several sequences, some of them without a grammar, with drafts and without."""
     root, chance = texts[0], random.Random(seed)
