@@ -70,9 +70,9 @@ def pytest_addoption(parser):
         action="store_const",
         const="sample",
         dest="extent",
-        help="and a twentieth of the slow ones, drawn anew",
+        help="and some of the slow ones, drawn anew",
     )
-    group.addoption("--draw", type=int, metavar="NUMBER", help="which tenth: what another run has said")
+    group.addoption("--draw", type=int, metavar="NUMBER", help="which of them: what another run has said")
     group.addoption("--full", action="store_const", const="full", dest="extent", help="all tests, the slow ones too")
     group.addoption(
         "--campaign", action="store_const", const="campaign", dest="extent", help="all, with 50 times as many examples"
