@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import numpy as np
 
@@ -91,7 +91,7 @@ class Grammar:
 
         try:
             if self.kind == "json_schema":
-                return LLMatcher.grammar_from_json_schema(_as_object(self.source))
+                return LLMatcher.grammar_from_json_schema(_as_object(self.source), overrides=_SPACES)
             return grammar_from("regex" if self.kind == "regex" else "grammar", self.source)
         except (ValueError, RecursionError) as error:
             raise GrammarError(f"the {self.name} cannot be read: {in_a_line(str(error))}") from error
@@ -150,6 +150,9 @@ def _limits() -> LLParserLimits:
 
     return LLParserLimits(verbose_errors=False)
 
+
+_SPACES: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+"""White space of JSON: as `json.dumps` writes it. Where any may come, a model may write nothing else to the end."""
 
 ANY_OBJECT = json.dumps({"type": "object"})
 """The schema of any JSON object."""
