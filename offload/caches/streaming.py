@@ -239,9 +239,9 @@ class StreamingCache:
             self._right_from = list(self._origins)
 
     def skip_unseen(self, length: int) -> None:
-        """Before a pass up to `length`: a multi-token-prediction head that lacks more tokens than it sees goes on
-        without the first of them."""
-        if self.hidden_states and length - self.length > self.window:
+        """Before a pass up to `length`, of a multi-token-prediction head: where it lacks more tokens than it sees, it
+        goes on without the first of them."""
+        if length - self.length > self.window:
             self.skip(length - self.window)
 
     def skip(self, position: int) -> None:

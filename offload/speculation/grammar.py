@@ -11,8 +11,8 @@ from __future__ import annotations
 import json
 import re
 import threading
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -118,26 +118,14 @@ def _check(kind: Kind, source: str) -> None:
 
 def _with_deep_stack(work: Callable[[], T]) -> T:
     """What `work` gives, in a thread whose stack is deep enough for any grammar of `MOST_BYTES`."""
-    found: list[T] = []
-    failed: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            found.append(work())
-        except BaseException as error:
-            failed.append(error)
-
-    with _STARTING:
-        before = threading.stack_size(_STACK_BYTES)
-        try:
-            thread = threading.Thread(target=run, name="grammar")
-            thread.start()
-        finally:
-            threading.stack_size(before)
-    thread.join()
-    if failed:
-        raise failed[0]
-    return found[0]
+    with ThreadPoolExecutor(1, "grammar") as pool:
+        with _STARTING:
+            before = threading.stack_size(_STACK_BYTES)
+            try:
+                found = pool.submit(work)
+            finally:
+                threading.stack_size(before)
+        return found.result()
 
 
 _STARTING = threading.Lock()
@@ -159,7 +147,11 @@ ANY_OBJECT = json.dumps({"type": "object"})
 
 
 def _as_object(schema: str) -> str:
-    """A schema that is given as JSON; `true`, which is one too, as an object."""
+    """A schema that is given as JSON, if it is an object: `true`, which is one too, restricts nothing.
+
+    Raises:
+        ValueError: it is none.
+    """
     given = json.loads(schema)
     if not isinstance(given, dict):
         raise ValueError(f"it is {json.dumps(given)[:60]}, and an object belongs there")
@@ -177,7 +169,7 @@ class Grammars:
     def __init__(self, directory: Path, config: ModelConfig) -> None:
         """Args: `directory` has the model's tokenizer, which is read when it is first needed."""
         self._directory, self._config = directory, config
-        self._compiled: OrderedDict[tuple[Kind, str], LLMatcher] = OrderedDict()
+        self._compiled = lru_cache(maxsize=COMPILED)(self._compile)
 
     @cached_property
     def _tokenizer(self) -> LLTokenizer:
@@ -206,19 +198,14 @@ class Grammars:
             raise GrammarError(
                 f"{self._config.name} has no end-of-sequence token, so that no answer in a form could end"
             )
-        known = grammar.kind, grammar.source
-        if known not in self._compiled:
-            self._compiled[known] = self._compile(grammar)
-        self._compiled.move_to_end(known)
-        if len(self._compiled) > COMPILED:
-            self._compiled.popitem(last=False)
-        return Matcher(self._compiled[known].deep_copy(), grammar.reasoning, self._config, start)
+        found = self._compiled(grammar.kind, grammar.source).deep_copy()
+        return Matcher(found, grammar.reasoning, self._config, start)
 
-    def _compile(self, grammar: Grammar) -> LLMatcher:
+    def _compile(self, kind: Kind, source: str) -> LLMatcher:
         from llguidance import LLMatcher
 
+        grammar, tokenizer = Grammar(kind, source), self._tokenizer
         grammar.check()
-        tokenizer = self._tokenizer
 
         def compiled() -> LLMatcher:
             found = LLMatcher(tokenizer, grammar.compiled(), log_level=0, limits=_limits())

@@ -80,15 +80,12 @@ class GrammarFailed(SequencesFailed, GrammarError):
 
     def __init__(self, reasons: Sequence[tuple[object, str]]) -> None:
         """Args: `reasons`: these sequences, each with its own."""
-        super().__init__(_no_further(reasons[0][1]), [one for one, _ in reasons])
+        message = f"the answer's grammar cannot be followed any further: {in_a_line(reasons[0][1])}"
+        super().__init__(message, [one for one, _ in reasons])
         self._reasons = reasons
 
     def alone(self, one: object) -> GrammarFailed:
         return GrammarFailed([(None, next(reason for whose, reason in self._reasons if whose is one))])
-
-
-def _no_further(reason: str) -> str:
-    return f"the answer's grammar cannot be followed any further: {in_a_line(reason)}"
 
 
 def forbid(

@@ -140,26 +140,31 @@ class Tier:
         if self.drafter:
             self.drafter.rollback(sequence, length)
 
-    def _drafts(self, sequences: Sequence[TokenSequence], wanted: Sequence[int]) -> list[Emitted]:
+    def _drafts(
+        self, sequences: Sequence[TokenSequence], wanted: Sequence[int]
+    ) -> list[tuple[list[int], Tensor | None]]:
         """Up to `wanted[i]` draft tokens for each sequence, and what they were drawn from. What a grammar leaves no
         choice for comes first."""
         assert self.drafter
         forced = [self._forced(sequence, count) for sequence, count in zip(sequences, wanted, strict=True)]
-        drafts: list[tuple[list[int], Tensor]] = []
         for sequence, tokens in zip(sequences, forced, strict=True):
             sequence.context.extend(tokens)
-            drafts.append((tokens, certain(tokens, sequence.sampler, self.vocab_size, self.decoder.device)))
+        drafts: list[tuple[list[int], Tensor | None]] = [([], None)] * len(sequences)
         counts = [count - len(tokens) for count, tokens in zip(wanted, forced, strict=True)]
         drafting = [i for i, count in enumerate(counts) if count]
         self.drafter.control.steady = True
         some, counts = [sequences[i] for i in drafting], [counts[i] for i in drafting]
         if some:
             found = self.drafter.extend(some, counts, self.control.least_chance)
-            for i, (tokens, source) in zip(drafting, found, strict=True):
-                drafts[i] = (forced[i] + tokens, torch.cat((drafts[i][1], source))) if forced[i] else (tokens, source)
-        for sequence, tokens in zip(sequences, forced, strict=True):
-            del sequence.context[len(sequence.context) - len(tokens) :]
+            for i, draft in zip(drafting, found, strict=True):
+                drafts[i] = draft
+        for i, (sequence, tokens) in enumerate(zip(sequences, forced, strict=True)):
             sequence.forced = len(tokens)
+            if tokens:
+                del sequence.context[-len(tokens) :]
+                source = certain(tokens, sequence.sampler, self.vocab_size, self.decoder.device)
+                behind, drawn_from = drafts[i]
+                drafts[i] = tokens + behind, source if drawn_from is None else torch.cat((source, drawn_from))
         self.drafter.end_draft(some)
         return drafts
 

@@ -129,13 +129,15 @@ def _load_plain(directory: Path) -> Tokenizer | None:
     )
 
 
-def _load_with_transformers(directory: Path) -> Tokenizer:
+def _of_transformers(directory: Path) -> Any:
     import transformers
 
     transformers.logging.set_verbosity_error()
-    tokenizer: Any = transformers.AutoTokenizer.from_pretrained(
-        directory, local_files_only=True, trust_remote_code=False
-    )
+    return transformers.AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+
+
+def _load_with_transformers(directory: Path) -> Tokenizer:
+    tokenizer = _of_transformers(directory)
 
     def decode(ids: Sequence[int]) -> str:
         # Cleaning up spaces would change characters that were shown already.
@@ -237,16 +239,7 @@ def backend_json(directory: Path) -> tuple[str, int]:
     from tokenizers import Tokenizer as Backend
 
     path = directory / "tokenizer.json"
-    if path.is_file():
-        backend = Backend.from_file(str(path))
-    else:
-        import transformers
-
-        transformers.logging.set_verbosity_error()
-        found: Any = transformers.AutoTokenizer.from_pretrained(
-            directory, local_files_only=True, trust_remote_code=False
-        )
-        backend = found.backend_tokenizer
+    backend = Backend.from_file(str(path)) if path.is_file() else _of_transformers(directory).backend_tokenizer
     backend.no_padding()
     backend.no_truncation()
     return backend.to_str(), backend.get_vocab_size(with_added_tokens=True)
