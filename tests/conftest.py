@@ -188,14 +188,15 @@ def slow_cases(items: list[pytest.Item], whole: bool) -> set[pytest.Item]:
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_protocol(item):
-    """With several workers of pytest-xdist, a test marked `alone` waits for the others, and they for it."""
+    """With several workers of pytest-xdist, a test marked `alone` waits for the others, and they for it. The locks are
+    those of POSIX: with `flock`, a process that a test has forked and left behind would hold the lock to its end."""
     if not hasattr(item.config, "workerinput"):
         return (yield)
     shared = Path(item.config.option.basetemp).parent
-    with open(shared / "gate.lock", "w") as gate, open(shared / "tests.lock", "w") as tests:
-        fcntl.flock(gate, fcntl.LOCK_EX)  # who waits here for all others lets none of them begin a further test
-        fcntl.flock(tests, fcntl.LOCK_EX if item.get_closest_marker("alone") else fcntl.LOCK_SH)
-        fcntl.flock(gate, fcntl.LOCK_UN)
+    with open(shared / "gate.lock", "a+") as gate, open(shared / "tests.lock", "a+") as tests:
+        fcntl.lockf(gate, fcntl.LOCK_EX)  # who waits here for all others lets none of them begin a further test
+        fcntl.lockf(tests, fcntl.LOCK_EX if item.get_closest_marker("alone") else fcntl.LOCK_SH)
+        fcntl.lockf(gate, fcntl.LOCK_UN)
         return (yield)
 
 
