@@ -244,7 +244,7 @@ import sys, torch
 from triforce.offload.graphs.cpu import CpuCapture
 with torch.inference_mode():
     x = torch.zeros(3)
-    replay, result = CpuCapture().capture(lambda _: (x + 1).to(torch.float64), None)
+    (replay,), result = CpuCapture().capture(lambda _: (x + 1).to(torch.float64), None)
     x += 1
     replay()
     assert result.tolist() == [2.0] * 3
