@@ -117,7 +117,8 @@ def test_a_chat_is_what_training_shows(tokenizer: Tokenizer, encode, tmp_path: P
     book = LogBook(3)
     log = tokenizer.decode(questions.log_of_length(book, encode, 500))
     one, other = book.facts[:2]
-    messages = [("user", log + one.question), ("assistant", f" {one.answer}"), ("user", other.question)]
+    said = [("user", log + one.question), ("assistant", f" {one.answer}"), ("user", other.question)]
+    messages = [{"role": role, "content": content} for role, content in said]
     assert loaded.render is not None
     expected = f"{log}{questions.question_of(one)} {one.answer}</s>\n\n{questions.question_of(other)}"
     assert loaded.encode(loaded.render(messages), False) == [0, *encode(expected)]

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from ...tp.model.config import ModelConfig
 
-MOST_BYTES = {"json_schema": 2**16, "regex": 2**14, "lark": 2**14}
+MOST_BYTES = {"json_schema": 2**16, "regex": 2**14, "lark": 2**14, "tools": 2**18}
 """Of a grammar's text, by its kind: compiling takes time, up to seconds for as many of the worst kind (a schema with
 2,000 properties: 0.6 s, AMD EPYC, 2026-11-27)."""
 
@@ -42,7 +42,7 @@ _WITHOUT_ROLLBACK = re.compile(r"\b(max_tokens|stop|stop_capture|suffix|lazy)\b\
 """In Lark, attributes of rules whose tokens cannot be taken back."""
 
 
-Kind = Literal["json_schema", "regex", "lark"]
+Kind = Literal["json_schema", "regex", "lark", "tools"]
 T = TypeVar("T")
 
 
@@ -66,7 +66,8 @@ class Grammar:
 
     kind: Kind
     source: str
-    """A JSON schema as JSON; a regular expression (of the crate `regex`); or a grammar in Lark's syntax, or GBNF."""
+    """A JSON schema as JSON; a regular expression (of the crate `regex`); a grammar in Lark's syntax, or GBNF; or, of
+    `tools`, one in Lark's syntax that was made here."""
     reasoning: Reasoning | None = None
     """What comes before it, in any form."""
 
@@ -79,7 +80,8 @@ class Grammar:
     @property
     def name(self) -> str:
         """What messages call it."""
-        return {"json_schema": "JSON schema", "regex": "regular expression", "lark": "grammar"}[self.kind]
+        others = {"json_schema": "JSON schema", "regex": "regular expression", "tools": "grammar of the tools"}
+        return others.get(self.kind, "grammar")
 
     def compiled(self) -> str:
         """As llguidance takes it.
@@ -92,6 +94,8 @@ class Grammar:
         try:
             if self.kind == "json_schema":
                 return LLMatcher.grammar_from_json_schema(_as_object(self.source), overrides=_SPACES)
+            if self.kind == "tools":
+                return LLMatcher.grammar_from_lark(self.source)
             return grammar_from("regex" if self.kind == "regex" else "grammar", self.source)
         except (ValueError, RecursionError) as error:
             raise GrammarError(f"the {self.name} cannot be read: {in_a_line(str(error))}") from error
@@ -144,6 +148,11 @@ _SPACES: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separ
 
 ANY_OBJECT = json.dumps({"type": "object"})
 """The schema of any JSON object."""
+
+
+def json_rule(schema: str) -> str:
+    """The body of a rule in Lark's syntax for JSON of a schema, which is an object given as JSON."""
+    return "%json " + json.dumps({**json.loads(schema), "x-guidance": _SPACES})
 
 
 def _as_object(schema: str) -> str:

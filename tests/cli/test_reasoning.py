@@ -4,14 +4,11 @@ import pytest
 from command import VOCABULARY, save_tokenizer
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
-from triforce.cli.session.form import with_reasoning
-from triforce.cli.session.prompt import Prompt
-from triforce.offload import Grammar
+from triforce.cli.session.form import reasoning_of
 from triforce.offload.speculation.grammar import Reasoning
 from triforce.tp import Tokenizer
 
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
-GRAMMAR = Grammar("regex", "a+")
 
 
 def tokenizer_with(directory, template, *added):
@@ -36,12 +33,11 @@ def tokenizer_with(directory, template, *added):
 def test_a_form_begins_behind_reasoning_that_the_prompt_leaves_to_come(tmp_path, end, wanted):
     tokenizer = tokenizer_with(tmp_path, TEMPLATE + end, "<think>", "</think>")
     assert tokenizer.render
-    prompt = Prompt(tokenizer.encode(tokenizer.render([("user", "Why? " * 20)]), False), answers=True)
-    assert with_reasoning(GRAMMAR, prompt, tokenizer).reasoning == wanted
-    assert with_reasoning(GRAMMAR, Prompt(prompt.token_ids), tokenizer) == GRAMMAR, "it continues a text"
+    prompt = tokenizer.encode(tokenizer.render([{"role": "user", "content": "Why? " * 20}]), False)
+    assert reasoning_of(prompt, tokenizer) == wanted
 
 
 @pytest.mark.parametrize(("template", "added"), [(TEMPLATE, ()), (None, ("<think>", "</think>"))])
 def test_without_such_tokens_or_a_template_it_begins_at_once(tmp_path, template, added):
     tokenizer = tokenizer_with(tmp_path, template, *added)
-    assert with_reasoning(GRAMMAR, Prompt([5, 6], answers=True), tokenizer) == GRAMMAR
+    assert reasoning_of([5, 6], tokenizer) is None

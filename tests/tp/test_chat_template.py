@@ -22,7 +22,12 @@ IN_LINES = """{%- for m in messages %}
 WITH_NAMESPACE = "{% set n = namespace(k=0) %}{% for m in messages %}{% set n.k = n.k + 1 %}{{ n.k }}{% endfor %}"
 WITH_JSON = "{% for m in messages %}{{ m | tojson }}{% endfor %}"
 WITH_MORE = "{% if tools %}?{% endif %}{% for m in messages %}{{ m.content }}{% break %}{% endfor %}"
-MESSAGES = [("system", "Be <brief>."), ("user", " A text.\n\nWhy? "), ("assistant", "So."), ("user", "Ça va? 是")]
+MESSAGES = [
+    {"role": "system", "content": "Be <brief>."},
+    {"role": "user", "content": " A text.\n\nWhy? "},
+    {"role": "assistant", "content": "So."},
+    {"role": "user", "content": "Ça va? 是"},
+]
 
 
 def saved(directory: Path, template: str) -> Path:
@@ -46,10 +51,9 @@ def test_a_template_gives_what_transformers_gives(tmp_path, monkeypatch, templat
     tokenizer = Tokenizer.load(directory)
     assert bool(loaded) is not simple, "transformers, whose import takes seconds, reads what nothing else does"
     assert tokenizer.render is not None and tokenizer.chat is not None
-    given = [{"role": role, "content": content} for role, content in MESSAGES]
-    expected = oracle.apply_chat_template(given, tokenize=False, add_generation_prompt=True)
+    expected = oracle.apply_chat_template(MESSAGES, tokenize=False, add_generation_prompt=True)
     assert tokenizer.render(MESSAGES) == expected
-    ids = oracle.apply_chat_template(given, add_generation_prompt=True)["input_ids"]
+    ids = oracle.apply_chat_template(MESSAGES, add_generation_prompt=True)["input_ids"]
     assert tokenizer.encode(expected, False) == ids
     asked = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Why?"}]
     expected = oracle.apply_chat_template(asked, tokenize=False, add_generation_prompt=True)
@@ -72,6 +76,6 @@ def test_a_template_that_fails_says_whose_it_is(tmp_path):
 )
 def test_what_only_transformers_renders_is_left_to_it_even_where_it_is_reached_seldom(tmp_path, template):
     directory = saved(tmp_path / "model", template)
-    render, given = Tokenizer.load(directory).render, [{"role": role, "content": text} for role, text in MESSAGES]
-    want = AutoTokenizer.from_pretrained(directory).apply_chat_template(given, tokenize=False)
+    render = Tokenizer.load(directory).render
+    want = AutoTokenizer.from_pretrained(directory).apply_chat_template(MESSAGES, tokenize=False)
     assert render is not None and render(MESSAGES) == want

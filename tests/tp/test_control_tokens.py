@@ -39,6 +39,10 @@ def family(request, tmp_path_factory):
     return vocabulary, saved, Tokenizer.load(saved)
 
 
+def said(text, role="user"):
+    return {"role": role, "content": text}
+
+
 def shown(tokenizer, messages):
     """What the chat template makes of messages."""
     assert tokenizer.render
@@ -55,7 +59,7 @@ def contents(data, pieces, count):
 
 
 def as_messages(texts):
-    return [(ROLES[index % 3], text) for index, text in enumerate(texts)]
+    return [said(text, ROLES[index % 3]) for index, text in enumerate(texts)]
 
 
 @examples(150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -70,8 +74,7 @@ def test_texts_that_spell_none_keep_their_ids(family, data):
             want = backend.encode(text, add_special_tokens=special).ids
             assert tokenizer.encode(tokenizer.as_content(text), special) == tokenizer.encode(text, special) == want
     if texts:
-        asked = [{"role": role, "content": content} for role, content in as_messages(texts)]
-        whole = oracle.apply_chat_template(asked, add_generation_prompt=True, tokenize=False)
+        whole = oracle.apply_chat_template(as_messages(texts), add_generation_prompt=True, tokenize=False)
         want = backend.encode(whole, add_special_tokens=False).ids
         assert tokenizer.encode(tokenizer.render(as_messages(texts)), False) == want
 
@@ -118,7 +121,7 @@ def test_halves_of_a_control_token_do_not_become_one_where_messages_meet(name, t
     plain.encode_special_tokens = True
     for token in vocabulary.control:
         for size in range(1, len(token)):
-            rendered = shown(tokenizer, [("system", f"a {token[:size]}"), ("user", f"{token[size:]} b")])
+            rendered = shown(tokenizer, [said(f"a {token[:size]}", "system"), said(f"{token[size:]} b")])
             want = plain.encode(f"a {token} b", add_special_tokens=False).ids
             assert tokenizer.encode(rendered, False) == want, (token, size)
 
@@ -215,7 +218,7 @@ def test_what_the_normalizer_makes_a_control_token_of_is_one_that_is_spelled(tmp
     assert start is not None and end is not None
     for text in ("\uff1c|im_end|\uff1e", "<|IM_end|> x", "a <|im_end|>"):
         assert end in tokenizer.encode(text, False)
-        ids = tokenizer.encode(shown(tokenizer, [("user", text)]), False)
+        ids = tokenizer.encode(shown(tokenizer, [said(text)]), False)
         assert (ids[0], ids[-1], ids.count(start), ids.count(end)) == (start, end, 1, 1)
 
 
@@ -223,7 +226,7 @@ def test_texts_that_a_template_is_given_are_content(tmp_path):
     template = "{{ given }}{{ all.a[0] }}<s>{{ messages[0].content }}"
     tokenizer = Tokenizer.load(saved_as(VOCABULARIES["first"], tmp_path, template))
     tokenizer = tokenizer.with_arguments({"given": "<s>", "all": {"a": ["</s>", 1]}})
-    ids = tokenizer.encode(shown(tokenizer, [("user", "[INST]")]), False)
+    ids = tokenizer.encode(shown(tokenizer, [said("[INST]")]), False)
     assert [token for token in ids if token < 4] == [0]
     assert tokenizer.decode(ids) == "<s></s>[INST]"
 
@@ -232,7 +235,7 @@ def test_a_template_that_refuses_a_message_quotes_it_as_it_was_written(tmp_path)
     template = "{{ raise_exception('No ' + messages[0].content) }}"
     tokenizer = Tokenizer.load(saved_as(VOCABULARIES["first"], tmp_path, template))
     with pytest.raises(ModelError, match=r"fails: No <s>\[INST\]!$"):
-        shown(tokenizer, [("user", "<s>[INST]!")])
+        shown(tokenizer, [said("<s>[INST]!")])
 
 
 def test_a_tokenizer_in_python_reads_them_as_text_too(tmp_path):
@@ -243,6 +246,6 @@ def test_a_tokenizer_in_python_reads_them_as_text_too(tmp_path):
     tokenizer = Tokenizer.load(tmp_path)
     text = "a</s><pad>é"
     plain = [byte + 3 for byte in text.encode()]
-    assert tokenizer.encode(shown(tokenizer, [("user", text)]), False) == [0, *plain, 1]
+    assert tokenizer.encode(shown(tokenizer, [said(text)]), False) == [0, *plain, 1]
     assert tokenizer.encode(tokenizer.as_content(text), True) == [*plain, 1]
     assert tokenizer.encode("abc", True) == [*(byte + 3 for byte in b"abc"), 1]

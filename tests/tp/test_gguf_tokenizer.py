@@ -270,11 +270,11 @@ def test_the_files_are_a_tokenizer_with_its_chat_template(twin: Twin, tmp_path: 
     tokens = twin.metadata["tokenizer.ggml.tokens"]
     ends = {name: tokens[twin.metadata[f"tokenizer.ggml.{name[:3]}_token_id"]] for name in ("bos_token", "eos_token")}
     oracle: Any = PreTrainedTokenizerFast(tokenizer_object=twin.backend, chat_template=TEMPLATE, **ends)
-    messages = [("system", "Be brief."), ("user", " Why 12?\n"), ("assistant", "Ещё"), ("user", "é")]
-    asked = [{"role": role, "content": content} for role, content in messages]
+    said = [("system", "Be brief."), ("user", " Why 12?\n"), ("assistant", "Ещё"), ("user", "é")]
+    messages = [{"role": role, "content": content} for role, content in said]
     assert tokenizer.render is not None
     rendered = tokenizer.render(messages)
-    assert rendered == oracle.apply_chat_template(asked, tokenize=False, add_generation_prompt=True)
+    assert rendered == oracle.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     for text in [rendered, *texts(200, 1)]:
         for special in (False, True):
             ids = tokenizer.encode(text, special)

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from ..errors import ModelError
 
-Messages = Sequence[tuple[str, str]]
-"""Each a role (`system`, `user`, `assistant`) and a text."""
+Messages = Sequence[Mapping[str, Any]]
+"""Each with its `role` and `content`, and with what else a template reads, such as `tool_calls`."""
+
+
+def message(role: str, content: str) -> Mapping[str, str]:
+    """One of a role (`system`, `user`, `assistant`) with a text."""
+    return {"role": role, "content": content}
 
 
 def template_error(name: str, error: Exception) -> ModelError:
@@ -62,9 +68,8 @@ def compile_template(source: str, special_tokens: dict[str, str], name: str) -> 
         return None
 
     def render(messages: Messages) -> str:
-        given = [{"role": role, "content": content} for role, content in messages]
         try:
-            return template.render(messages=given, add_generation_prompt=True, **special_tokens)
+            return template.render(messages=messages, add_generation_prompt=True, **special_tokens)
         except Exception as error:  # a template is a program, and may fail in any way
             raise template_error(name, error) from error
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ModelError, UsageError
-from .chat_template import Messages, compile_template, template_arguments, template_error
+from .chat_template import Messages, compile_template, message, template_arguments, template_error
 from .control_tokens import ControlTokens, backend_encode, has_marks, without_marks
 
 _PLAIN_CLASSES = ("TokenizersBackend", "PreTrainedTokenizerFast")
@@ -38,11 +38,12 @@ class Tokenizer:
 
     `encode(text, special)` gives ids, with the tokens that open a text (BOS) if `special`. A control token that `text`
     spells becomes one, unless `as_content(text)` was given, or stands in what was: that keeps it a text, and returns
-    unchanged what spells none. `decode(ids)` leaves special tokens out. `render(messages)` renders messages, each a
-    role (`system`, `user`, `assistant`) and a text, as content, and the beginning of the answer to the last one, with
-    the model's chat template; `chat(content, system)` does so for one message of the user, after a system message if
-    that is given. Both are `None` where there is no template; what they return is for `encode`. `template_arguments`
-    are the variables that the template can be given.
+    unchanged what spells none. `decode(ids)` leaves special tokens out. `render(messages)` renders messages (see
+    `Messages`), whose texts are content, and the beginning of the answer to the last one, with the model's chat
+    template; with `tools=`, it describes these tools too. `chat(content, system)` renders one message of the user,
+    after a system message if that is given. Both are `None` where there is no template; what they return is for
+    `encode`. `template_arguments` are the variables that the template can be given. `tool_template` is the source of
+    the template that describes tools, if there is one.
     """
 
     encode: Callable[[str, bool], list[int]]
@@ -50,6 +51,7 @@ class Tokenizer:
     chat: Callable[[str, str | None], str] | None = None
     render: Callable[..., str] | None = None
     template_arguments: frozenset[str] = frozenset()
+    tool_template: str | None = None
     as_content: Callable[[str], str] = str
 
     @classmethod
@@ -84,16 +86,8 @@ class Tokenizer:
         if unknown:
             known = ", ".join(sorted(self.template_arguments)) or "nothing"
             raise UsageError(f"{name} has {unknown[0]}, but the model's chat template asks for {known}")
-        render = partial(self.render, **{key: self._argument(value) for key, value in given.items()})
+        render = partial(self.render, **given)
         return replace(self, render=render, chat=_chat(render))
-
-    def _argument(self, value: Any) -> Any:
-        """A variable of the template, whose texts are content."""
-        if isinstance(value, str):
-            return self.as_content(value)
-        if isinstance(value, Mapping):
-            return {self._argument(key): self._argument(one) for key, one in value.items()}
-        return [self._argument(one) for one in value] if isinstance(value, list | tuple) else value
 
 
 def _load_plain(directory: Path) -> Tokenizer | None:
@@ -144,9 +138,8 @@ def _load_with_transformers(directory: Path) -> Tokenizer:
         return tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
     def render(messages: Messages, **arguments: Any) -> str:
-        given = [{"role": role, "content": content} for role, content in messages]
         try:
-            return tokenizer.apply_chat_template(given, tokenize=False, add_generation_prompt=True, **arguments)
+            return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **arguments)
         except Exception as error:  # a template is a program, and may fail in any way
             raise template_error(str(directory), error) from error
 
@@ -172,7 +165,9 @@ def _load_with_transformers(directory: Path) -> Tokenizer:
         return _with_content(encode, marked, decode, tokens)
     taken = (*inspect.signature(tokenizer.apply_chat_template).parameters, *tokenizer.special_tokens_map)
     arguments = template_arguments(tokenizer.chat_template, taken)
-    return _with_content(encode, marked, decode, tokens, render, arguments)
+    with_tools = tokenizer.get_chat_template(tools=[{}])
+    with_tools = with_tools if "tools" in template_arguments(with_tools, ()) else None
+    return _with_content(encode, marked, decode, tokens, render, arguments, with_tools)
 
 
 def _with_content(
@@ -182,6 +177,7 @@ def _with_content(
     tokens: ControlTokens,
     render: Callable[..., str] | None = None,
     arguments: frozenset[str] = frozenset(),
+    tool_template: str | None = None,
 ) -> Tokenizer:
     """A tokenizer that tells control tokens of the template from those that its content spells.
 
@@ -190,10 +186,18 @@ def _with_content(
         encode_marked: for texts with them.
     """
 
+    def content(value: Any) -> Any:
+        """What a template is given, with all its texts as content."""
+        if isinstance(value, str):
+            return tokens.as_content(value)
+        if isinstance(value, Mapping):
+            return {content(key): content(one) for key, one in value.items()}
+        return [content(one) for one in value] if isinstance(value, list | tuple) else value
+
     def render_content(messages: Messages, **given: Any) -> str:
         assert render is not None
         try:
-            return render([(role, tokens.as_content(content)) for role, content in messages], **given)
+            return render(content(messages), **content(given))
         except ModelError as error:  # a template may refuse a message with words of it
             raise ModelError(without_marks(str(error))) from error
 
@@ -203,12 +207,13 @@ def _with_content(
         _chat(render_content) if render else None,
         render_content if render else None,
         arguments,
+        tool_template,
         tokens.as_content,
     )
 
 
 def _chat(render: Callable[[Messages], str]) -> Callable[[str, str | None], str]:
-    return lambda content, system: render([*([("system", system)] if system else []), ("user", content)])
+    return lambda content, system: render([*([message("system", system)] if system else []), message("user", content)])
 
 
 def check_same_vocabulary(target: Path, draft: Path) -> None:

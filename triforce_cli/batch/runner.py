@@ -247,4 +247,4 @@ def finished_answer(task: Task) -> FinishedAnswer:
     text = task.text
     logprobs = None if task.top_logprobs is None else text.described(task.sequence.logprobs)
     timings = Timings.of(task.sequence.statistics)
-    return FinishedAnswer(task.finish_reason, text.num_tokens, timings, text.text, logprobs)
+    return FinishedAnswer(task.finish_reason, text.num_tokens, timings, text.text, logprobs, task.prompt.syntax)

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from ...offload.speculation.grammar import Grammar, Reasoning
 from ...tp.errors import UsageError
 from ...tp.weights.tokenizer import Tokenizer
-from .prompt import Prompt
+from .answer_parts import THINKS, THOUGHT
 from .source import read_file, read_option
-
-OPENS, CLOSES = "<think>", "</think>"
-"""What models put around what they write before an answer."""
 
 _AT_THE_END = 4
 """Tokens of a prompt among which a chat template has opened such a part, or closed an empty one; before these is what
@@ -45,15 +41,15 @@ def grammar_of_options(
     return found
 
 
-def with_reasoning(grammar: Grammar, prompt: Prompt, tokenizer: Tokenizer) -> Grammar:
-    """The grammar behind what the model may write before its answer to a question, where `OPENS` and `CLOSES` are
-    tokens. The prompt may have opened it, or closed it, where nothing is written."""
-    if not prompt.answers or tokenizer.render is None:
-        return grammar
-    opens, closes = (tokenizer.encode(text, False) for text in (OPENS, CLOSES))
+def reasoning_of(token_ids: Sequence[int], tokenizer: Tokenizer) -> Reasoning | None:
+    """What the model may write before its answer to a question, where `THINKS` and `THOUGHT` are tokens. The prompt,
+    `token_ids`, may have opened it, or closed it, where nothing is written."""
+    if tokenizer.render is None:
+        return None
+    opens, closes = (tokenizer.encode(text, False) for text in (THINKS, THOUGHT))
     if len(opens) != 1 or len(closes) != 1:
-        return grammar
-    marks = [token for token in prompt.token_ids[-_AT_THE_END:] if token in (opens[0], closes[0])]
+        return None
+    marks = [token for token in token_ids[-_AT_THE_END:] if token in (opens[0], closes[0])]
     if marks[-1:] == closes:
-        return grammar
-    return replace(grammar, reasoning=Reasoning(opens[0], closes[0], is_open=marks[-1:] == opens))
+        return None
+    return Reasoning(opens[0], closes[0], is_open=marks[-1:] == opens)

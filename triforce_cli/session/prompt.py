@@ -15,9 +15,12 @@ from functools import lru_cache
 from pathlib import Path
 
 from ...offload.contexts.manifest import NO_FRAME, ContextError, Frame
+from ...offload.speculation.grammar import Grammar
 from ...tp.errors import CapacityError, TriforceError, UsageError
 from ...tp.model.config import ModelConfig
+from ...tp.weights.chat_template import Messages, message
 from ...tp.weights.tokenizer import Tokenizer
+from .answer_parts import PLAIN, AnswerSyntax
 from .source import Source, cut_log
 
 Exchange = tuple[str, str]
@@ -39,6 +42,10 @@ class Prompt:
     """How many leading ids are the text without the question; `None` for all."""
     dropped: int = 0
     """Tokens of the text that were left out."""
+    syntax: AnswerSyntax = PLAIN
+    """How the text of an answer is to be read."""
+    grammar: Grammar | None = None
+    """The form that what follows is to have."""
 
 
 @dataclass(frozen=True)
@@ -127,7 +134,7 @@ def _token_ids(root: Path, name: str, created: float, saved: int) -> tuple[list[
 class QuestionForm:
     """How questions and answers become one text: messages by a chat template, or `Question: … Answer: …`."""
 
-    template: Callable[[Sequence[tuple[str, str]]], str] | None
+    template: Callable[[Messages], str] | None
     frame: Frame
     """What surrounds the context's text, if there is one."""
     placeholder: str = ""
@@ -182,14 +189,14 @@ class QuestionForm:
             texts = [*exchanges, (question, "")]
             asked = [f"Question: {self.as_content(one)}\nAnswer:{self.as_content(answer)}" for one, answer in texts]
             return before + "\n\n".join(asked)
-        messages = [("system", self.frame.system)] if self.frame.system else []
+        messages = [message("system", self.frame.system)] if self.frame.system else []
         if self.frame.answered:
-            messages += [("user", "?"), ("assistant", self.placeholder)]
+            messages += [message("user", "?"), message("assistant", self.placeholder)]
             before = ""
         for asked, answer in exchanges:
-            messages += [("user", before + asked), ("assistant", answer)]
+            messages += [message("user", before + asked), message("assistant", answer)]
             before = ""
-        return self.template([*messages, ("user", before + question)])
+        return self.template([*messages, message("user", before + question)])
 
     def split_around_text(self, exchanges: Sequence[Exchange], question: str) -> tuple[str, str]:
         """What stands before the context's text, and behind it up to the answer to `question`."""

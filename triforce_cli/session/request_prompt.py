@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import json
 from array import array
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from ...offload.contexts.model import ContextRequest
+from ...offload.speculation.grammar import Grammar
 from ...tp.errors import TriforceError, UsageError
 from ...tp.model.config import ModelConfig
 from ...tp.weights.tokenizer import Tokenizer
+from .answer_parts import AnswerSyntax
+from .calls import CallForm, Tool, call_grammar
+from .form import reasoning_of
 from .prompt import Context, Exchange, Prompt, QuestionForm, encode_behind
 from .session import Task
 from .wire import CHAT, AnswerRequest, BodyError, Message
@@ -30,15 +36,16 @@ def request_task(
         save: the name of the context that the prompt is saved as, if it is.
     """
     contexts = ContextRequest(name=request.context, find=request.context is None, save=save, origin="client")
+    prompt = prompts[number // request.n]
     return Task(
-        prompts[number // request.n],
+        prompt,
         contexts,
         request.sampling,
         request.max_new_tokens,
         number=number,
         draw=number % request.n,
         top_logprobs=request.top_logprobs,
-        grammar=request.grammar,
+        grammar=prompt.grammar,
         owner=owner,
     )
 
@@ -53,10 +60,7 @@ def request_prompts(request: AnswerRequest, tokenizer: Tokenizer, config: ModelC
     """
     context = None
     if request.grammar:
-        try:
-            request.grammar.check()
-        except UsageError as error:
-            raise BodyError(str(error), request.grammar_field, code="grammar_not_usable") from error
+        _check_grammar(request.grammar, request.grammar_field)
     if request.context is not None:
         try:
             context = Context.saved(request.context, tokenizer, config)
@@ -77,6 +81,16 @@ def request_prompts(request: AnswerRequest, tokenizer: Tokenizer, config: ModelC
     return tuple(prompts)
 
 
+def _check_grammar(grammar: Grammar, field: str | None) -> None:
+    """Raises:
+    BodyError: it cannot be followed.
+    """
+    try:
+        grammar.check()
+    except UsageError as error:
+        raise BodyError(str(error), field, code="grammar_not_usable") from error
+
+
 def _checked(name: str, prompt: Prompt, request: AnswerRequest, config: ModelConfig) -> Prompt:
     """A prompt, of the field `name`, with the stop texts of its request. Its tokens take four bytes each, where a list
     of numbers takes 36: many may wait.
@@ -93,7 +107,12 @@ def _checked(name: str, prompt: Prompt, request: AnswerRequest, config: ModelCon
             f"{positions:,} positions{config.positions_note}; shorten it, or lower max_tokens",
             name, code="context_length_exceeded",
         )  # fmt: skip
-    return Prompt(array("i", prompt.token_ids), prompt.answers, (*request.stops, *prompt.stops))
+    return replace(
+        prompt,
+        token_ids=array("i", prompt.token_ids),
+        stops=(*request.stops, *prompt.stops),
+        grammar=prompt.grammar or request.grammar,
+    )
 
 
 def _text_prompt(
@@ -119,10 +138,12 @@ def _message_prompt(request: AnswerRequest, context: Context | None, tokenizer: 
         tokenizer = tokenizer.with_arguments(arguments, name)
     except UsageError as error:
         raise BodyError(str(error), name) from error
+    if request.tools or any(one.role == "tool" or one.tool_calls for one in messages):
+        return _tool_prompt(request, context, tokenizer)
     has_text = context is None and _has_text(messages)
     if context is None and tokenizer.render is not None and not has_text:
-        text = tokenizer.render([(one.role, one.text) for one in messages])
-        return Prompt(tokenizer.encode(text, False), answers=True)
+        text = tokenizer.render([_for_template(one) for one in messages])
+        return _with_syntax(Prompt(tokenizer.encode(text, False), answers=True), tokenizer)
     system, exchanges, question = _turns(messages)
     if system is not None and (context is not None or tokenizer.render is None):
         where = "a saved context begins with its own" if context else "this model has no chat template"
@@ -134,7 +155,62 @@ def _message_prompt(request: AnswerRequest, context: Context | None, tokenizer: 
     form = QuestionForm.of(tokenizer, context)
     if arguments and form.template is None:
         raise BodyError(f"{name} is given, but the context stands outside the chat template; leave it out", name)
-    return form.prompt(exchanges, question, context, tokenizer)
+    prompt = form.prompt(exchanges, question, context, tokenizer)
+    return _with_syntax(prompt, tokenizer) if form.template else prompt
+
+
+def _with_syntax(
+    prompt: Prompt, tokenizer: Tokenizer, form: CallForm | None = None, tools: Sequence[Tool] = ()
+) -> Prompt:
+    reasoning = reasoning_of(prompt.token_ids, tokenizer)
+    syntax = AnswerSyntax(reasoning and reasoning.is_open, form, {tool.name: tool for tool in tools})
+    return replace(prompt, syntax=syntax)
+
+
+def _tool_prompt(request: AnswerRequest, context: Context | None, tokenizer: Tokenizer) -> Prompt:
+    """The prompt of messages that are about tools, all of it from the chat template."""
+    about = "tools" if request.tools else "messages"
+    if context is not None:
+        raise BodyError(f"{about} cannot be about tools here: the saved context stands before them", about)
+    form = CallForm.of(tokenizer)
+    if tokenizer.render is None or form is None:
+        template = "no chat template" if tokenizer.render is None else "a chat template without a known form of calls"
+        raise BodyError(f"{about} cannot be about tools: this model has {template}", about, code="unsupported_field")
+    tools = {"tools": [tool.for_template for tool in request.tools]} if request.tools else {}
+    text = tokenizer.render([_for_template(one) for one in request.messages], **tools)
+    prompt, calls = Prompt(tokenizer.encode(text, False), answers=True), request.calls
+    if calls is None:
+        return _with_syntax(prompt, tokenizer)
+    if calls.takes_grammar or request.grammar:
+        grammar = call_grammar(form, calls, tokenizer, request.grammar.source if request.grammar else None)
+        _check_grammar(grammar, "tools")
+        prompt = replace(prompt, grammar=grammar)
+    return _with_syntax(prompt, tokenizer, form if calls.tools else None, request.tools)
+
+
+def _for_template(one: Message) -> dict[str, Any]:
+    """A message as chat templates take it."""
+    given: dict[str, Any] = {"role": one.role, "content": one.text}
+    if one.reasoning_content:
+        given["reasoning_content"] = one.reasoning_content
+    if one.tool_calls:
+        called = ((call.id, call.function) for call in one.tool_calls)
+        given["tool_calls"] = [
+            {"id": id, "type": "function", "function": {"name": of.name, "arguments": _as_object(of.arguments)}}
+            for id, of in called
+        ]
+    if one.role == "tool":
+        given |= {"tool_call_id": one.tool_call_id, "name": one.name}
+    return given
+
+
+def _as_object(arguments: str) -> Any:
+    """Arguments as templates take them, where they are JSON; what a model has written may be none."""
+    try:
+        found = json.loads(arguments)
+    except (ValueError, RecursionError):
+        return arguments
+    return found if isinstance(found, dict) else arguments
 
 
 def _has_text(messages: Sequence[Message]) -> bool:

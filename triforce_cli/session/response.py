@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...offload.statistics import Statistics
+from .answer_parts import PLAIN, AnswerParts, AnswerSyntax, Call, Part
 from .logprobs import Entry, logprobs_field
 from .wire import CHAT, AnswerRequest, BodyError
 
@@ -65,6 +66,8 @@ class FinishedAnswer(AnswerEnd):
     text: str
     logprobs: Sequence[Entry] | None = None
     """Of its tokens, where they were asked for."""
+    syntax: AnswerSyntax = PLAIN
+    """How the text is to be read."""
 
 
 def response_body(request: AnswerRequest, model: str, answers: Mapping[int, FinishedAnswer]) -> dict[str, Any]:
@@ -83,9 +86,35 @@ def response_body(request: AnswerRequest, model: str, answers: Mapping[int, Fini
 
 
 def _choice(index: int, answer: FinishedAnswer, chat: bool) -> dict[str, Any]:
-    said = {"message": {"role": "assistant", "content": answer.text}} if chat else {"text": answer.text}
-    logprobs = logprobs_field(answer.logprobs, chat)
-    return {"index": index, **said, "logprobs": logprobs, "finish_reason": finish_reason_of(answer)}
+    said: dict[str, Any] = {"message": _message(answer)} if chat else {"text": answer.text}
+    logprobs, called = logprobs_field(answer.logprobs, chat), chat and "tool_calls" in said["message"]
+    return {"index": index, **said, "logprobs": logprobs, "finish_reason": finish_reason_of(answer, called)}
+
+
+def _message(answer: FinishedAnswer) -> dict[str, Any]:
+    texts, calls = {"content": "", "reasoning": ""}, dict[Call, str]()
+    for part in parts_of(answer):
+        if part.call:
+            calls[part.call] = calls.get(part.call, "") + part.text
+        else:
+            texts[part.kind] += part.text
+    message: dict[str, Any] = {"role": "assistant", "content": texts["content"] or (None if calls else "")}
+    if texts["reasoning"]:
+        message["reasoning_content"] = texts["reasoning"]
+    if calls:
+        message["tool_calls"] = [call_field(call, arguments) for call, arguments in calls.items()]
+    return message
+
+
+def parts_of(answer: FinishedAnswer) -> list[Part]:
+    """What it consists of."""
+    reader = AnswerParts(answer.syntax)
+    return [*reader.add(answer.text), *reader.finish()]
+
+
+def call_field(call: Call, arguments: str) -> dict[str, Any]:
+    """A call in OpenAI's form."""
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": arguments}}
 
 
 def response_head(request: AnswerRequest, model: str, *, streamed: bool = False) -> dict[str, Any]:
@@ -97,8 +126,10 @@ def response_head(request: AnswerRequest, model: str, *, streamed: bool = False)
     return {"id": f"{kind}-{secrets.token_hex(12)}", "object": name, "created": int(time.time()), "model": model}
 
 
-def finish_reason_of(answer: AnswerEnd) -> str:
-    """In OpenAI's words."""
+def finish_reason_of(answer: AnswerEnd, called: bool = False) -> str:
+    """In OpenAI's words. `called`: whether it has calls."""
+    if called and answer.finish_reason in ("eos", "stop"):
+        return "tool_calls"
     return _FINISH_REASONS.get(answer.finish_reason, answer.finish_reason)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -15,7 +15,7 @@ from ...offload.settings import MOST_SEQUENCES
 from ...offload.speculation.grammar import Grammar
 from ...tp.errors import TriforceError
 from ...tp.weights.tokenizer import Tokenizer
-from .form import with_reasoning
+from .form import reasoning_of
 from .logprobs import Entry
 from .prompt import Prompt
 from .text import AnswerText
@@ -75,7 +75,8 @@ class Task:
         """Makes the `AnswerText` that its tokens go to. The session calls it if nobody has. Returns the task."""
         self._new_text = partial(AnswerText, tokenizer, self.prompt, () if self.ignore_eos else eos_ids)
         self._text = self._text or self._new_text()
-        self.grammar = self.grammar and with_reasoning(self.grammar, self.prompt, tokenizer)
+        if self.grammar and self.prompt.answers:
+            self.grammar = replace(self.grammar, reasoning=reasoning_of(self.prompt.token_ids, tokenizer))
         return self
 
     def request(self) -> Request:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 
 from ...offload.speculation.sampling import TokenLogprobs
 from ...tp.weights.tokenizer import TextStream, Tokenizer
@@ -41,6 +42,16 @@ class StopTexts:
         return max([0, *(len(text) - start for start in self._begun)])
 
 
+def _decode_with(marks: Mapping[int, str], decode: Callable[[Sequence[int]], str], ids: Sequence[int]) -> str:
+    """The text of ids, with the control tokens `marks` in it."""
+    pieces, begin = [], 0
+    for at, token in enumerate([*ids, -1]):
+        if token in marks or token == -1:
+            pieces += [decode(ids[begin:at]) if at > begin else "", marks.get(token, "")]
+            begin = at + 1
+    return "".join(pieces)
+
+
 class AnswerText:
     """Takes the tokens of one answer.
 
@@ -51,7 +62,8 @@ class AnswerText:
         """Args: `eos_ids` are tokens that end it, and are no part of it."""
         self._tokenizer, self._eos_ids = tokenizer, eos_ids
         self._stops, self._strips = StopTexts(prompt.stops), prompt.answers
-        self._stream = TextStream(tokenizer.decode)
+        marks = prompt.syntax.control_marks(tokenizer)
+        self._stream = TextStream(partial(_decode_with, marks, tokenizer.decode) if marks else tokenizer.decode)
         self._stream.push(prompt.token_ids[-_TAIL:])
         self._stream.flush()
         self._text = ""

@@ -7,6 +7,8 @@ than was asked for. Null is as if left out. What is sent back is made in respons
 from __future__ import annotations
 
 import json
+import re
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -31,6 +33,7 @@ from ...offload import Sampling
 from ...offload.speculation.grammar import ANY_OBJECT, Grammar
 from ...tp.errors import TriforceError
 from ..options import AnsweringOptions
+from .calls import AllowedCalls, Tool
 
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
 
@@ -54,7 +57,6 @@ MAX_LOGPROBS = 20
 
 _NO_EFFECT = (
     *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"),
-    "parallel_tool_calls",
 )
 """Fields that change no answer, whatever they hold."""
 
@@ -72,7 +74,7 @@ _NEUTRAL: dict[str, Sequence[Any]] = {
     "suffix": ("",),
     "ignore_eos": (False,),
     "tools": ([],),
-    "tool_choice": ("none", "auto"),
+    "parallel_tool_calls": (True,),
     "functions": ([],),
     "function_call": ("none", "auto"),
     "response_format": ({"type": "text"},),
@@ -184,10 +186,27 @@ def _messages(given: Any) -> list[Any]:
 
 
 def _role(given: Any) -> str:
-    roles = ("system", "developer", "user", "assistant")
+    roles = ("system", "developer", "user", "assistant", "tool")
     if given not in roles:
         raise ValueError(f"is {_shown(given)}; it is one of {', '.join(roles)}")
     return "system" if given == "developer" else given
+
+
+def _tool_name(name: str) -> str:
+    if not re.fullmatch(r"[\w.:/-]{1,128}", name, re.ASCII):
+        raise ValueError(f"is {_shown(name)}; it must be of 1 to 128 letters, digits and signs of _-.:/")
+    return name
+
+
+def _tool_choice(given: Any) -> tuple[str, str]:
+    """Whether and which tool is to be called: `auto`, `none` or `required`; or `named`, and the name."""
+    named = given.get("function") if isinstance(given, dict) and given.get("type") == "function" else None
+    if isinstance(named, dict) and isinstance(named.get("name"), str):
+        return "named", named["name"]
+    if not isinstance(given, str) or given not in ("auto", "none", "required"):
+        function = '{"type": "function", "function": {"name": ...}}'
+        raise ValueError(f"is {_shown(given)}; it must be none, auto, required, or {function}")
+    return given, ""
 
 
 def _texts(given: Any) -> tuple[str, ...]:
@@ -223,6 +242,12 @@ NEEDED: Any = Field(None, validate_default=True)
 """The default of a field that must be given. It is `None`, which the field's own check refuses."""
 
 
+def _unsupported(name: str, value: Any, refusal: str) -> ValidationError:
+    """What is raised for a field that cannot be honoured."""
+    error = PydanticCustomError("unsupported_field", "{refusal}", {"refusal": refusal})
+    return ValidationError.from_exception_data(name, [{"type": error, "loc": (name,), "input": value}])
+
+
 class ClientObject(BaseModel, strict=True):
     """An object that a client sends."""
 
@@ -235,8 +260,7 @@ class ClientObject(BaseModel, strict=True):
         honoured = {name: one for name, one in given.items() if one is not None and not cls._is_neutral(name, one)}
         for name, value in honoured.items():
             if name not in cls.model_fields:
-                error = PydanticCustomError("unsupported_field", "{refusal}", {"refusal": cls._refusal(name)})
-                raise ValidationError.from_exception_data(name, [{"type": error, "loc": (name,), "input": value}])
+                raise _unsupported(name, value, cls._refusal(name))
         return honoured
 
     @classmethod
@@ -268,22 +292,89 @@ class TextPart(BaseModel, strict=True):
 _PARTS = TypeAdapter(Annotated[list[TextPart], FailFast()])
 
 
+class CalledFunction(ClientObject):
+    """What a call names."""
+
+    name: Text
+    arguments: Text
+    """JSON."""
+
+
+class ToolCall(ClientObject):
+    """A call that the model made earlier."""
+
+    id: Text
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+    @classmethod
+    def _is_neutral(cls, name: str, value: Any) -> bool:
+        return name == "index"
+
+
+_OF_ROLES = {"reasoning_content": "assistant", "tool_calls": "assistant", "tool_call_id": "tool", "name": "tool"}
+"""Fields that messages of one role alone have."""
+
+
 class Message(ClientObject):
     """One of a chat's messages."""
 
-    role: Annotated[Literal["system", "user", "assistant"], BeforeValidator(_role)] = NEEDED
+    role: Annotated[Literal["system", "user", "assistant", "tool"], BeforeValidator(_role)] = NEEDED
     """`developer` is another word for `system`."""
     content: Annotated[tuple[str, ...], PlainValidator(_texts)] = NEEDED
-    """A text, or a list of its parts."""
+    """A text, or a list of its parts; none is needed beside calls."""
+    reasoning_content: Text | None = None
+    """Of `assistant`: what it wrote before its answer."""
+    tool_calls: Annotated[list[ToolCall], FailFast()] = []
+    """Of `assistant`."""
+    tool_call_id: Text | None = None
+    """Of `tool`: of the call whose result it is."""
+    name: Text | None = None
+    """Of `tool`: the tool, which the call names already."""
 
     @property
     def text(self) -> str:
         """The whole content."""
         return "".join(self.content)
 
+    @model_validator(mode="before")
+    @classmethod
+    def _of_its_role(cls, given: Any) -> Any:
+        """Refuses what belongs to messages of another role."""
+        if not isinstance(given, dict):
+            return given
+        for name, owner in _OF_ROLES.items():
+            if given.get(name) and given.get("role") != owner:
+                raise _unsupported(name, given[name], f"is not supported here but in messages of {owner}; leave it out")
+        if given.get("role") == "tool" and given.get("tool_call_id") is None:
+            raise _unsupported("tool_call_id", None, "is missing; give the id of the call whose result the message is")
+        return given | {"content": ""} if given.get("content") is None and given.get("tool_calls") else given
+
     @classmethod
     def _is_neutral(cls, name: str, value: Any) -> bool:
         return value == [] and name not in cls.model_fields
+
+
+class FunctionOfTool(ClientObject):
+    """What can be called."""
+
+    name: Annotated[Text, AfterValidator(_tool_name)]
+    description: Text | None = None
+    parameters: Annotated[dict[str, Any], _encodable(MAX_SCHEMA_DEPTH)] = {}
+    """The JSON schema of its arguments."""
+    strict: bool = False
+
+
+class GivenTool(ClientObject):
+    """A tool that the model may call."""
+
+    type: Literal["function"] = "function"
+    function: FunctionOfTool
+
+    @property
+    def tool(self) -> Tool:
+        one = self.function
+        return Tool(one.name, one.description or "", one.parameters, one.strict)
 
 
 _SAMPLING = get_type_hints(Sampling)
@@ -378,8 +469,23 @@ class ChatBody(AnswerBody):
     """Another name for `max_tokens`."""
     chat_template_kwargs: Annotated[dict[str, Any], _encodable(MAX_DEPTH)] = {}  # noqa: RUF012 - copied
     """Variables for the model's chat template."""
+    tools: Annotated[list[GivenTool], FailFast()] = []  # noqa: RUF012 - copied
+    tool_choice: Annotated[tuple[str, str], PlainValidator(_tool_choice)] = ("auto", "")
+    parallel_tool_calls: bool = True
+    """Whether an answer may have several calls."""
     logprobs: bool = False
     top_logprobs: Annotated[Whole, _between(0, MAX_LOGPROBS)] | None = None
+
+    @property
+    def allowed_calls(self) -> AllowedCalls | None:
+        """`None`: it is about no tools."""
+        (choice, name), tools = self.tool_choice, tuple(one.tool for one in self.tools)
+        if not tools:
+            return None
+        if choice == "named":
+            return AllowedCalls(tuple(tool for tool in tools if tool.name == name), needed=True, several=False)
+        tools = () if choice == "none" else tools
+        return AllowedCalls(tools, needed=choice == "required", several=self.parallel_tool_calls)
 
     @model_validator(mode="after")
     def _agrees(self) -> ChatBody:
@@ -389,7 +495,34 @@ class ChatBody(AnswerBody):
             raise BodyError(says, "max_completion_tokens")
         if self.top_logprobs and not self.logprobs:
             raise BodyError("top_logprobs is for answers with logprobs: true", "top_logprobs")
+        self._check_tools()
         return self
+
+    def _check_tools(self) -> None:
+        """Raises:
+        BodyError: tools, what is asked of them, and what messages say of them do not fit together.
+        """
+        names = [one.function.name for one in self.tools]
+        if len(set(names)) < len(names):
+            twice = Counter(names).most_common(1)[0][0]
+            raise BodyError(f"tools has two of the name {twice}", "tools")
+        choice, name = self.tool_choice
+        if choice == "named" and name not in names:
+            raise BodyError(f"tool_choice is {_shown(name)}, but no tool of tools has this name", "tool_choice")
+        if choice == "required" and not names:
+            raise BodyError("tool_choice asks for a call, but there are no tools", "tool_choice")
+        for field_name, grammar in self.grammars.items() if names else ():
+            if choice in ("named", "required"):
+                says = f"tool_choice asks for a call, and {field_name} for an answer in a form; give one of them"
+                raise BodyError(says, field_name)
+            if grammar.kind != "json_schema":
+                raise BodyError(f"{field_name} is for answers without tools; leave tools out, or it", field_name)
+        called: set[str] = set()
+        for index, message in enumerate(self.messages):
+            called |= {call.id for call in message.tool_calls}
+            if message.role == "tool" and message.tool_call_id not in called:
+                says = f"is {_shown(message.tool_call_id)}, but no message before it has a call with this id"
+                raise BodyError(f"messages[{index}].tool_call_id {says}", f"messages[{index}].tool_call_id")
 
 
 class CompletionBody(AnswerBody):
@@ -533,6 +666,10 @@ class AnswerRequest:
     """The form that the answers are to have."""
     grammar_field: str | None = None
     """What asked for that."""
+    tools: tuple[Tool, ...] = ()
+    """Those that the prompt describes."""
+    calls: AllowedCalls | None = None
+    """The calls that answers may have; `None`: there are no tools."""
 
     @property
     def answers(self) -> int:
@@ -574,4 +711,6 @@ def request_from_body(
         template_arguments=asked.chat_template_kwargs if isinstance(asked, ChatBody) else {},
         grammar=next(iter(asked.grammars.values()), None),
         grammar_field=next(iter(asked.grammars), None),
+        tools=tuple(one.tool for one in asked.tools) if isinstance(asked, ChatBody) else (),
+        calls=asked.allowed_calls if isinstance(asked, ChatBody) else None,
     )

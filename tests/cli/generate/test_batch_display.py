@@ -34,7 +34,7 @@ def test_a_terminal_shows_the_sequences_and_then_their_answers(pair):
 
 def test_a_terminal_shows_the_requests_of_a_file_by_their_names(pair, tmp_path):
     body = {"prompt": "It was the best of times", "max_tokens": 900, "temperature": 0}
-    lines = [{"custom_id": f"request-{n}", "body": body | ({"tools": [1]} if n == 2 else {})} for n in range(5)]
+    lines = [{"custom_id": f"request-{n}", "body": body | ({"functions": [1]} if n == 2 else {})} for n in range(5)]
     (tmp_path / "requests.jsonl").write_text("\n".join(map(json.dumps, lines)))
     files = (tmp_path / "requests.jsonl", "-o", tmp_path / "answers.jsonl")
     fixed = ("--model", pair[0], "--draft", pair[1], "--device", "cpu", "--max-sequences", 2)
@@ -46,7 +46,7 @@ def test_a_terminal_shows_the_requests_of_a_file_by_their_names(pair, tmp_path):
         assert terminal.finish() == 130
         raw = terminal.raw
         before, after = raw[: raw.index("\x1b[?1049h")], raw[raw.rindex("\x1b[?1049l") :]
-        assert "line 3: tools would change the answer" in before
+        assert "line 3: functions would change the answer" in before
         assert "2 interrupted" in after and "Traceback" not in raw
     finally:
         terminal.close()

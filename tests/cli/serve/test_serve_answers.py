@@ -108,7 +108,7 @@ def test_a_follow_up_reads_only_what_is_new(server):
 @pytest.mark.parametrize(
     ("fields", "status", "param"),
     [
-        ({"tools": [{"type": "function"}]}, 400, "tools"),
+        ({"functions": [{"name": "f"}]}, 400, "functions"),
         ({"logprobs": 1}, 400, "logprobs"),
         ({"top_logprobs": 3}, 400, "top_logprobs"),
         ({"response_format": 3}, 400, "response_format"),

@@ -117,7 +117,7 @@ class Routes:
             noted["new_tokens"] = sum(answer.num_tokens for answer in answers.values())
             raw = await service.write(body.client, lambda: response_body(job.request, service.name, answers))
             return Response(raw, media_type="application/json")
-        stream = AnswerStream(job.request, service.name, delivery, service.limits.keep_alive_s)
+        stream = AnswerStream(job.request, job.prompts[0].syntax, service.name, delivery, service.limits.keep_alive_s)
 
         def end() -> None:
             noted["new_tokens"] = stream.new_tokens
@@ -314,9 +314,8 @@ def _whole(job: Job, pieces: Sequence[Piece], end: AnswerEnd) -> FinishedAnswer:
     """An answer, put together."""
     wanted = job.request.top_logprobs is not None
     logprobs = [entry for piece in pieces for entry in piece.logprobs or ()] if wanted else None
-    return FinishedAnswer(
-        end.finish_reason, end.num_tokens, end.timings, "".join(piece.text for piece in pieces), logprobs
-    )
+    text, syntax = "".join(piece.text for piece in pieces), job.prompts[0].syntax
+    return FinishedAnswer(end.finish_reason, end.num_tokens, end.timings, text, logprobs, syntax)
 
 
 async def _saved(events: Events) -> Saved:

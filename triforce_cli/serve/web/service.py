@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -13,6 +13,7 @@ from ....offload.checks import check_context
 from ....offload.contexts.home import user_store
 from ....tp.errors import CapacityError, TriforceError
 from ....tp.model.config import ModelConfig
+from ....tp.weights.chat_template import Messages
 from ....tp.weights.tokenizer import Tokenizer
 from ...session.prompt import Context, Prompt
 from ...session.request_prompt import TIMES_POSITIONS, request_prompts
@@ -179,9 +180,11 @@ class Service:
                     )
             return text
 
-        def render(messages: Sequence[tuple[str, str]], **arguments: Any) -> str:
+        def render(messages: Messages, **arguments: Any) -> str:
             assert tokenizer.render
-            return tokenizer.render([(role, within(content)) for role, content in messages], **arguments)
+            for text in _texts([*messages, arguments]):
+                within(text)
+            return tokenizer.render(messages, **arguments)
 
         return replace(
             tokenizer,
@@ -221,6 +224,15 @@ class Service:
     def _put(self, work: Job | Upload) -> None:
         if not self.queue.put(work):
             raise self.worker.refusal() if self.worker.state != "ready" else queue_full()
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """All texts within a value."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping | list | tuple):
+        for one in value.values() if isinstance(value, Mapping) else value:
+            yield from _texts(one)
 
 
 def _words_for(places: dict[Path, str]) -> dict[str, str]:

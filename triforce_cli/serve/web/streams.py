@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections import Counter, defaultdict
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from typing import Any
 
 from ....tp.errors import TriforceError
+from ...session.answer_parts import AnswerParts, AnswerSyntax, Part
 from ...session.logprobs import logprobs_field
-from ...session.response import AnswerEnd, cost_of, finish_reason_of, response_head, timings
+from ...session.response import AnswerEnd, call_field, cost_of, finish_reason_of, response_head, timings
 from ...session.wire import CHAT, AnswerRequest, BodyError, Delivery
 from ..answering.jobs import Complete, Event, Failed, Piece, Progress, Saved, as_body_error
 from .events import Events
@@ -35,14 +37,19 @@ def progress_body(event: Progress) -> dict[str, Any]:
 class AnswerStream:
     """The chunks of one request's answers."""
 
-    def __init__(self, request: AnswerRequest, model: str, delivery: Delivery, keep_alive_s: float) -> None:
+    def __init__(
+        self, request: AnswerRequest, syntax: AnswerSyntax, model: str, delivery: Delivery, keep_alive_s: float
+    ) -> None:
         """Args:
+        syntax: how the answers are to be read.
         model: its name.
         keep_alive_s: after so long a comment goes out where nothing else does.
         """
         self._keep_alive_s = keep_alive_s
         self._request, self._chat, self._delivery = request, request.endpoint == CHAT, delivery
         self._same = response_head(request, model, streamed=True)
+        self._parts = defaultdict[int, AnswerParts](lambda: AnswerParts(syntax))
+        self._called: Counter[int] = Counter()  # of each answer: calls whose names were sent
         self._answers: dict[int, AnswerEnd] = {}
         self._offsets: dict[int, int] = {}  # of each answer: length of the tokens whose logprobs were sent
 
@@ -66,11 +73,12 @@ class AnswerStream:
             elif isinstance(event, Progress):
                 yield self._chunk(event.number, {} if self._chat else "", prompt_progress=progress_body(event))
             elif isinstance(event, Piece):
-                more = {"timings": timings([event.timings], [event.timings])} if event.timings else {}
-                said = {"content": event.text} if self._chat else event.text
-                yield self._chunk(event.number, said, None, self._logprobs(event), **more)
+                for chunk in self._piece(event):
+                    yield chunk
             elif isinstance(event, Complete):
                 self._answers[event.number] = event.end
+                for part in self._parts[event.number].finish():
+                    yield self._chunk(event.number, self._said(event.number, part))
                 yield self._end(event)
                 if len(self._answers) == self._request.answers:
                     break
@@ -85,10 +93,34 @@ class AnswerStream:
         """Of the answers that are complete."""
         return sum(answer.num_tokens for answer in self._answers.values())
 
+    def _piece(self, piece: Piece) -> Iterator[bytes]:
+        """A chunk for each part that goes on. What is told of the piece's tokens comes with the last one, or alone."""
+        more: dict[str, Any] = {"logprobs": self._logprobs(piece)}
+        if piece.timings:
+            more["timings"] = timings([piece.timings], [piece.timings])
+        said = [self._said(piece.number, part) for part in self._parts[piece.number].add(piece.text)]
+        if not said and (piece.logprobs or piece.timings):
+            said = [{} if self._chat else ""]
+        for index, one in enumerate(said):
+            yield self._chunk(piece.number, one, **(more if index == len(said) - 1 else {}))
+
+    def _said(self, number: int, part: Part) -> dict[str, Any] | str:
+        if not self._chat:
+            return part.text
+        if part.call is None:
+            return {"content" if part.kind == "content" else "reasoning_content": part.text}
+        index = part.call.index
+        field: dict[str, Any] = {"index": index, "function": {"arguments": part.text}}
+        if index >= self._called[number]:
+            field |= call_field(part.call, part.text)
+            self._called[number] = index + 1
+        return {"tool_calls": [field]}
+
     def _end(self, event: Complete) -> bytes:
         whole = len(self._answers) == self._request.answers
         more = {"timings": cost_of(self._request, self._answers)["timings"]} if whole else {}
-        return self._chunk(event.number, {} if self._chat else "", finish_reason_of(event.end), **more)
+        reason = finish_reason_of(event.end, self._called[event.number] > 0)
+        return self._chunk(event.number, {} if self._chat else "", reason, **more)
 
     def _logprobs(self, piece: Piece) -> dict[str, Any] | None:
         offset = self._offsets.get(piece.number, 0)
@@ -98,7 +130,7 @@ class AnswerStream:
     def _chunk(
         self,
         number: int,
-        said: dict[str, str] | str,
+        said: dict[str, Any] | str,
         finish_reason: str | None = None,
         logprobs: dict[str, Any] | None = None,
         **more: Any,

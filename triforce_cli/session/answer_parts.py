@@ -1,0 +1,329 @@
+"""What an answer consists of: reasoning, content, and calls of tools; read from its text while that grows.
+
+Models write reasoning between `<think>` and `</think>` before all else, and calls in a form of their family (calls.py).
+White space around each part is left out. What begins as a call and is none is content, as it was written.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+import string
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from ...tp.weights.tokenizer import Tokenizer
+from .calls import ARGS, CALL_ID, CLOSES, CallForm, Tool, is_text
+
+THINKS, THOUGHT = "<think>", "</think>"
+"""What models put around reasoning."""
+
+_ID_LETTERS = string.ascii_letters + string.digits
+
+
+def new_call_id() -> str:
+    """Nine letters and digits, as Mistral's templates demand."""
+    return "".join(secrets.choice(_ID_LETTERS) for _ in range(9))
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call of a tool."""
+
+    index: int
+    """Among the calls of its answer, from 0."""
+    name: str
+    id: str = field(default_factory=new_call_id, compare=False)
+    """By which its result names it."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """More of an answer."""
+
+    kind: Literal["reasoning", "content", "call"]
+    text: str
+    """In addition to what came of it before; of a call: of its arguments, which are JSON."""
+    call: Call | None = None
+
+
+@dataclass(frozen=True)
+class AnswerSyntax:
+    """How the text of an answer is to be read."""
+
+    reasoning: bool | None = None
+    """Whether the prompt has begun reasoning; `None`: there is none."""
+    form: CallForm | None = None
+    """That of its calls; `None`: it has none."""
+    tools: Mapping[str, Tool] = field(default_factory=dict)
+    """By their names."""
+
+    def control_marks(self, tokenizer: Tokenizer) -> dict[int, str]:
+        """The control tokens among its marks, by their ids: `Tokenizer.decode` leaves them out."""
+        marks = (*((THINKS, THOUGHT) if self.reasoning is not None else ()), *(self.form.marks if self.form else ()))
+        found = {mark: tokenizer.encode(mark, False) for mark in marks}
+        return {ids[0]: mark for mark, ids in found.items() if len(ids) == 1 and not tokenizer.decode(ids)}
+
+
+PLAIN = AnswerSyntax()
+"""That of an answer which is content alone."""
+
+_Reading = Generator[None, None, bool]
+"""Reads on whenever there is more text, or nothing follows; returns whether it has found what it was to find."""
+
+_HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*+")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
+"""Of a call in JSON, up to its arguments."""
+
+_NAMED_HEAD = re.compile(rf"\s*([^\s\[{{]+)\s*(?:{re.escape(CALL_ID)}[^\[{{]*)?(?:{re.escape(ARGS)})?\s*(?=\{{)")
+
+_MOST_HEAD = 512
+"""Letters in which the head of a call is looked for. One that has another order is read once it is complete."""
+
+_PARAMETER = re.compile(r"<parameter=([^>\n]*)>\n?(.*?)\n?</parameter>", re.DOTALL)
+
+
+class AnswerParts:
+    """Reads one answer."""
+
+    def __init__(self, syntax: AnswerSyntax) -> None:
+        self._syntax = syntax
+        self._text, self._at, self._ended = "", 0, False
+        self._new: list[Part] = []
+        self._space: dict[str, str | None] = {"reasoning": None, "content": None}
+        """Held back behind what was said of each; `None`: nothing was, and white space before it is left out."""
+        self._reading = self._answer()
+        self.num_calls = 0
+        """Calls that have begun."""
+
+    def add(self, text: str) -> list[Part]:
+        """What further text brings."""
+        if self._syntax == PLAIN:
+            return [Part("content", text)] if text else []
+        self._text += text
+        next(self._reading, None)
+        found, self._new = self._new, []
+        return _joined(found)
+
+    def finish(self) -> list[Part]:
+        """The rest, once nothing follows."""
+        self._ended = True
+        return self.add("")
+
+    def _answer(self) -> Generator[None, None, None]:
+        form = self._syntax.form
+        if self._syntax.reasoning or (self._syntax.reasoning is not None and (yield from self._begins(THINKS))):
+            yield from self._up_to(THOUGHT, "reasoning")
+        if form and form.style == "bare":
+            yield from self._bare_calls()
+        while not self._is_over():
+            if (yield from self._up_to(form.opens if form else "", "content")) and form:
+                begin = self._at - len(form.opens)
+                if not (yield from self._read_calls(form)):
+                    self._say("content", self._text[begin : self._at])
+
+    def _is_over(self) -> bool:
+        return self._ended and self._at >= len(self._text)
+
+    # What is read. Text before `_at` is done with.
+
+    def _begins(self, mark: str) -> _Reading:
+        """Whether the rest begins with it, behind white space; then it is behind it."""
+        while True:
+            begin = self._skip_space()
+            if self._text.startswith(mark, begin):
+                self._at = begin + len(mark)
+                return True
+            if self._ended or not mark.startswith(self._text[begin:]):
+                return False
+            yield
+
+    def _up_to(self, mark: str, kind: Literal["reasoning", "content"] | None) -> _Reading:
+        """Says all before a mark, or leaves it out; nothing as mark: there is none. Whether it has come."""
+        searched = self._at
+        while True:
+            found = self._text.find(mark, searched) if mark else -1
+            end = found if found >= 0 else len(self._text)
+            if found < 0 and not self._ended:
+                end -= _begun(self._text, mark, self._at)
+            if kind:
+                self._say(kind, self._text[self._at : end])
+            self._at = searched = end
+            if found >= 0:
+                self._at += len(mark)
+            if found >= 0 or self._ended:
+                return found >= 0
+            yield
+
+    def _read_calls(self, form: CallForm) -> _Reading:
+        """Calls behind their opening mark; whether there was one."""
+        if form.style in ("list", "named"):
+            return (yield from self._mistral_calls())
+        begin = self._at
+        if form.style == "xml":
+            closed = yield from self._up_to(CLOSES, None)
+            return self._xml_call(self._text[begin : self._at - len(CLOSES) if closed else self._at])
+        found = yield from self._json_call()
+        yield from self._up_to(CLOSES, None)
+        return found
+
+    def _bare_calls(self) -> Generator[None, None, None]:
+        """Calls that the answer consists of, if it does; from Llama 3 several come with a semicolon between."""
+        while (yield from self._begins("{")):
+            self._at = begin = self._at - 1
+            if not (yield from self._json_call(self._syntax.tools)):
+                self._say("content", self._text[begin : self._at])
+                return
+            yield from self._begins(";")
+
+    def _mistral_calls(self) -> _Reading:
+        if not (yield from self._begins("[")):
+            return (yield from self._named_call())
+        found = False
+        while not (yield from self._begins("]")):
+            yield from self._begins(",")
+            if self._is_over() or not (yield from self._json_call()):
+                return found
+            found = True
+        return found
+
+    def _named_call(self) -> _Reading:
+        head = yield from self._match(_NAMED_HEAD)
+        if head:
+            yield from self._arguments(head, head[1])
+        return head is not None
+
+    def _json_call(self, known: Mapping[str, Tool] | None = None) -> _Reading:
+        """A call that is one object; then it is behind that.
+
+        Args: `known` are the tools that it must be of.
+        """
+        begin = self._at
+        if not (yield from self._begins("{")):
+            return False
+        self._at = begin
+        head = yield from self._match(_HEAD)
+        name = json.loads(head[1], strict=False) if head else ""
+        if head and (known is None or name in known):
+            yield from self._arguments(head, name)
+            yield from self._value(1)
+            return True
+        if not (yield from self._value(0)):
+            return False
+        return self._whole_call(self._text[begin : self._at], known)
+
+    def _match(self, head: re.Pattern[str]) -> Generator[None, None, re.Match[str] | None]:
+        begin = self._at
+        while True:
+            found = head.match(self._text, begin)
+            if found or self._ended or len(self._text) - begin > _MOST_HEAD:
+                return found
+            yield
+
+    def _arguments(self, head: re.Match[str], name: str) -> Generator[None, None, None]:
+        """Says a call whose arguments begin behind `head`."""
+        self._at, call = head.end(), self._begin_call(name)
+        yield from self._value(0, lambda text: self._new.append(Part("call", text, call)))
+
+    def _value(self, depth: int, say: Callable[[str], None] = lambda text: None) -> _Reading:
+        """Goes behind the end of an object, of which so many levels are open; whether it has come."""
+        said, in_text = self._at, False
+        while True:
+            found = (_IN_TEXT if in_text else _BETWEEN).search(self._text, self._at)
+            if found is None:
+                self._at = max(self._at, len(self._text))
+                say(self._text[said:])
+                said = len(self._text)
+                if self._ended:
+                    return False
+                yield
+                continue
+            self._at = found.end()
+            if found[0] == '"':
+                in_text = not in_text
+            elif found[0] == "\\":
+                self._at += 1
+            else:
+                depth += 1 if found[0] in "{[" else -1
+                if depth == 0:
+                    say(self._text[said : self._at])
+                    return True
+
+    def _whole_call(self, text: str, known: Mapping[str, Tool] | None) -> bool:
+        """Says a call that is complete, if it is one."""
+        try:
+            given = json.loads(text, strict=False)
+        except (ValueError, RecursionError):
+            return False
+        name = given.get("name") if isinstance(given, dict) else None
+        if not isinstance(name, str) or (known is not None and name not in known):
+            return False
+        arguments = given.get("arguments", given.get("parameters", {}))
+        written = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+        self._new.append(Part("call", written, self._begin_call(name)))
+        return True
+
+    def _xml_call(self, text: str) -> bool:
+        """Says a call whose arguments are written one by one."""
+        found = re.match(r"\s*<function=([^>\n]*)>", text)
+        if found is None:
+            return False
+        tool = self._syntax.tools.get(found[1])
+        schemas = tool.parameters.get("properties", {}) if tool else {}
+        given = {name: _value_of(value, schemas.get(name)) for name, value in _PARAMETER.findall(text, found.end())}
+        self._new.append(Part("call", json.dumps(given, ensure_ascii=False), self._begin_call(found[1])))
+        return True
+
+    # What is said.
+
+    def _begin_call(self, name: str) -> Call:
+        call = Call(self.num_calls, name)
+        self.num_calls += 1
+        self._new.append(Part("call", "", call))
+        return call
+
+    def _say(self, kind: Literal["reasoning", "content"], text: str) -> None:
+        """Says more of a part, and holds back the white space at its end."""
+        before = self._space[kind]
+        text = text.lstrip() if before is None else before + text
+        kept = text.rstrip()
+        if kept or before is not None:
+            self._space[kind] = text[len(kept) :]
+        if kept:
+            self._new.append(Part(kind, kept))
+
+    def _skip_space(self) -> int:
+        """Where the rest begins behind white space."""
+        return len(self._text) - len(self._text[self._at :].lstrip())
+
+
+_IN_TEXT, _BETWEEN = re.compile(r'["\\]'), re.compile(r'["{}\[\]]')
+"""What matters within a text of JSON, and outside."""
+
+
+def _begun(text: str, mark: str, start: int) -> int:
+    """How many letters at the end of a text, from `start` on, may be the beginning of a mark."""
+    longest = min(len(mark) - 1, len(text) - start)
+    return next((size for size in range(longest, 0, -1) if text.endswith(mark[:size])), 0)
+
+
+def _value_of(text: str, schema: Any) -> Any:
+    """An argument that is written as it is where it is a text, and as JSON else."""
+    if is_text(schema):
+        return text
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+
+
+def _joined(parts: Sequence[Part]) -> list[Part]:
+    """Parts of which neighbours of one kind, or of one call, are one."""
+    found: list[Part] = []
+    for part in parts:
+        if found and (found[-1].kind, found[-1].call) == (part.kind, part.call):
+            found[-1] = replace(part, text=found[-1].text + part.text)
+        else:
+            found.append(part)
+    return found
