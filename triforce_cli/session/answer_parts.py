@@ -309,13 +309,19 @@ def _begun(text: str, mark: str, start: int) -> int:
 
 
 def _value_of(text: str, schema: Any) -> Any:
-    """An argument that is written as it is where it is a text, and as JSON else."""
+    """An argument that is written as it is where it is a text, and as JSON else, or as Python writes it."""
     if is_text(schema):
         return text
+    if text in _OF_PYTHON:
+        return _OF_PYTHON[text]
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
         return text
+
+
+_OF_PYTHON = {"True": True, "False": False, "None": None}
+"""What templates make of such an argument of an earlier call, and models then write, too."""
 
 
 def _joined(parts: Sequence[Part]) -> list[Part]:

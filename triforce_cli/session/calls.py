@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
-from ...offload.speculation.grammar import ANY_OBJECT, Grammar, json_rule
+from ...offload.speculation.grammar import Grammar, json_rule
 from ...tp.weights.tokenizer import Tokenizer
 
 OPENS, CLOSES = "<tool_call>", "</tool_call>"
@@ -96,6 +96,8 @@ def call_grammar(form: CallForm, allowed: AllowedCalls, tokenizer: Tokenizer, an
 
     Args: `answer_schema` is the JSON schema of an answer without calls; `None`: that is a text.
     """
+    if form.style == "bare" and answer_schema is not None and allowed.tools:
+        return Grammar("tools", _source({"start": json_rule(_call_or_answer(allowed, json.loads(answer_schema)))}))
     mark = partial(_mark, tokenizer=tokenizer)
     opens = mark(form.opens) if form.opens else ""
     rules = {}
@@ -110,18 +112,49 @@ def call_grammar(form: CallForm, allowed: AllowedCalls, tokenizer: Tokenizer, an
     if not allowed.tools:
         return Grammar("tools", _source({"start": text, **rules}))
     for index, tool in enumerate(allowed.tools):
-        of_schema = allowed.needed or tool.strict
         if form.style == "xml":
-            rules |= _xml_call(index, tool, of_schema)
+            rules |= _xml_call(index, tool, allowed.needed or tool.strict)
         else:
-            schema = json.dumps({"type": "object", **tool.parameters}) if of_schema else ANY_OBJECT
-            rules[f"arguments_{index}"] = json_rule(schema)
+            rules[f"arguments_{index}"] = json_rule(json.dumps(_schema_of(tool, allowed)))
             rules[f"call_{index}"] = _json_call(form, tool.name, f"arguments_{index}", mark)
     rules["call"] = " | ".join(f"call_{index}" for index in range(len(allowed.tools)))
     rules["start"] = _calls(form, first, opens, allowed.several, mark)
     if not allowed.needed:
         rules["start"] = f"{text} | {rules['start']}"
     return Grammar("tools", _source(rules))
+
+
+def _schema_of(tool: Tool, allowed: AllowedCalls) -> dict[str, Any]:
+    """That of a call's arguments."""
+    return {"type": "object", **(tool.parameters if allowed.needed or tool.strict else {})}
+
+
+def _call_or_answer(allowed: AllowedCalls, answer: dict[str, Any]) -> str:
+    """The schema of an object that is a call or an answer: as two rules that both begin with a brace, their first
+    words would be taken for one another."""
+    parts = {"answer": answer}
+    one_of: list[Any] = [{"$ref": "#/$defs/answer"}]
+    for index, tool in enumerate(allowed.tools):
+        part = f"call_{index}"
+        parts[part] = _schema_of(tool, allowed)
+        properties = {"name": {"const": tool.name}, "parameters": {"$ref": f"#/$defs/{part}"}}
+        one_of.append(
+            {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}
+        )
+    return json.dumps({"anyOf": one_of, "$defs": {name: _moved(schema, name) for name, schema in parts.items()}})
+
+
+def _moved(schema: Any, part: str) -> Any:
+    """A schema whose references lead to the same places once it stands among the `$defs` of another one."""
+    if isinstance(schema, list):
+        return [_moved(one, part) for one in schema]
+    if not isinstance(schema, dict):
+        return schema
+    return {
+        key: f"#/$defs/{part}{value[1:]}" if key == "$ref" and isinstance(value, str) and value[:1] == "#" else
+        _moved(value, part)
+        for key, value in schema.items()
+    }  # fmt: skip
 
 
 def _source(rules: Mapping[str, str]) -> str:

@@ -207,7 +207,7 @@ def _for_template(one: Message) -> dict[str, Any]:
 def _as_object(arguments: str) -> Any:
     """Arguments as templates take them, where they are JSON; what a model has written may be none."""
     try:
-        found = json.loads(arguments)
+        found = json.loads(arguments) if arguments.strip() else {}
     except (ValueError, RecursionError):
         return arguments
     return found if isinstance(found, dict) else arguments

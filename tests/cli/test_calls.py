@@ -1,0 +1,114 @@
+"""Grammars of calls: what an answer with tools may be, in each family's form."""
+
+import json
+
+import numpy as np
+import pytest
+from checkpoints import change_config
+from tokenizers import Tokenizer as Backend
+from tool_models import tool_model
+from triforce.cli.session.calls import AllowedCalls, CallForm, Tool, call_grammar
+from triforce.offload.speculation.grammar import GrammarError, Grammars
+from triforce.tp import Tokenizer
+from triforce.tp.model.config import ModelConfig
+
+END = 1
+FIND = Tool(
+    "find",
+    "",
+    {
+        "type": "object",
+        "properties": {"text": {"type": "string"}, "most": {"$ref": "#/$defs/most"}},
+        "required": ["most"],
+        "additionalProperties": False,
+        "$defs": {"most": {"type": "integer", "maximum": 99}},
+    },
+)
+NOW = Tool("now", "", {})
+STRICT = Tool("find", "", FIND.parameters, strict=True)
+ANY = AllowedCalls((FIND, NOW), needed=True)
+ONE = AllowedCalls((FIND, NOW), several=False)
+SCHEMA = json.dumps({"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"]})
+
+FIRST = {
+    "json": '<tool_call>\n{"name": "find", "arguments": {"most": 5}}\n</tool_call>',
+    "xml": "<tool_call>\n<function=find>\n<parameter=most>\n5\n</parameter>\n</function>\n</tool_call>",
+    "bare": '{"name": "find", "parameters": {"most": 5}}',
+    "list": '[TOOL_CALLS] [{"name": "find", "arguments": {"most": 5}}]',
+    "named": '[TOOL_CALLS]find[ARGS]{"most": 5}',
+}
+BOTH = {
+    "json": FIRST["json"] + '\n<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>',
+    "xml": FIRST["xml"] + "\n<tool_call>\n<function=now>\n</function>\n</tool_call>",
+    "list": '[TOOL_CALLS][{"name": "find", "arguments": {"most": 5}}, {"name": "now", "arguments": {}}]',
+    "named": FIRST["named"] + "[TOOL_CALLS]now[ARGS]{}",
+}
+
+
+@pytest.fixture(scope="module", params=[("json", None), ("json", False), ("xml", False), ("xml", None), ("bare", None),
+                                        ("list", True), ("list", None), ("named", True)], ids=str)  # fmt: skip
+def family(request, pair, tmp_path_factory):
+    """A style, and whether a whole text is one that a grammar allows."""
+    style, special = request.param
+    model = tool_model(pair[0], tmp_path_factory.mktemp(style), style, special=special)
+    change_config(model, eos_token_id=END)
+    tokenizer, grammars = Tokenizer.load(model), Grammars(model, ModelConfig.load(model))
+    assert CallForm.of(tokenizer) == CallForm(style)
+    backend = Backend.from_file(str(model / "tokenizer.json"))
+
+    def allows(allowed, text, schema=None):
+        """None, or the first token of a text, and its end, that may not come."""
+        grammar = call_grammar(CallForm(style), allowed, tokenizer, schema)
+        ids = backend.encode(text, add_special_tokens=False).ids
+        masks = grammars.matcher(grammar, 0).allowed([], ids)
+        return bool(np.all([mask[token] for mask, token in zip(masks, [*ids, END], strict=True)]))
+
+    return style, allows
+
+
+def test_needed_calls_are_of_their_schema(family):
+    style, allows = family
+    assert allows(ANY, FIRST[style])
+    assert style == "bare" or allows(ANY, BOTH[style])
+    assert not allows(ANY, "So.") and not allows(ANY, "") and not allows(ANY, "So. " + FIRST[style])
+    assert not allows(ANY, FIRST[style].replace("5", "100")), "more than its schema allows"
+    assert not allows(ANY, FIRST[style].replace("find", "gone"))
+    assert not allows(ANY, FIRST[style][:-1])
+
+
+def test_one_call_is_one_and_none_is_none(family):
+    style, allows = family
+    assert allows(ONE, FIRST[style]) and allows(ONE, "So.") and allows(ONE, "")
+    assert style == "bare" or (allows(ONE, "So.\n" + FIRST[style]) and not allows(ONE, BOTH[style]))
+    assert allows(AllowedCalls(()), "So.") and not allows(AllowedCalls(()), FIRST[style])
+
+
+def test_strict_tools_are_so_where_the_model_decides(family):
+    style, allows = family
+    wrong = FIRST[style].replace("5", "100")
+    for tool, as_it_is in ((FIND, True), (STRICT, False)):
+        allowed = AllowedCalls((tool, NOW), several=False)
+        assert allows(allowed, FIRST[style]) and allows(allowed, "So.") and allows(allowed, wrong) is as_it_is
+    assert style == "bare" or allows(AllowedCalls((STRICT, NOW)), "So. " + BOTH[style])
+
+
+def test_an_answer_may_have_a_form_beside_calls(family):
+    style, allows = family
+    for allowed in (AllowedCalls((FIND, NOW)), AllowedCalls(())):
+        assert allows(allowed, '{"ok": true}', SCHEMA) and not allows(allowed, "So.", SCHEMA)
+        assert allows(allowed, FIRST[style], SCHEMA) is bool(allowed.tools)
+
+
+def test_texts_of_arguments_are_written_as_they_are(family):
+    style, allows = family
+    if style == "xml":
+        text = 'a\n"</param\n</parameter >'
+        call = FIRST[style].replace("<parameter=most>", f"<parameter=text>\n{text}\n</parameter>\n<parameter=most>")
+        assert allows(ANY, call)
+
+
+def test_a_schema_that_cannot_be_followed_is_refused(family):
+    style, allows = family
+    bad = Tool("find", "", {"type": "object", "properties": {"a": {"$ref": "#/gone"}}, "required": ["a"]})
+    with pytest.raises(GrammarError, match="grammar of the tools cannot be followed"):
+        allows(AllowedCalls((bad,), needed=True), FIRST[style])
