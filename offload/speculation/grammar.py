@@ -210,6 +210,14 @@ class Grammars:
         found = self._compiled(grammar.kind, grammar.source).deep_copy()
         return Matcher(found, grammar.reasoning, self._config, start)
 
+    def prepare(self, grammar: Grammar) -> None:
+        """Compiles a grammar, so that its first answer does not wait for that; from any thread.
+
+        Raises:
+            GrammarError: see `matcher`.
+        """
+        self._compiled(grammar.kind, grammar.source)
+
     def _compile(self, kind: Kind, source: str) -> LLMatcher:
         from llguidance import LLMatcher
 

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 from ....offload.checks import check_context
 from ....offload.contexts.home import user_store
+from ....offload.speculation.grammar import GrammarError
 from ....tp.errors import CapacityError, TriforceError
 from ....tp.model.config import ModelConfig
 from ....tp.weights.chat_template import Messages
@@ -78,6 +79,7 @@ class Service:
         def prepare(tokenizer: Tokenizer) -> tuple[AnswerRequest, tuple[Prompt, ...], Delivery]:
             request, delivery = self._checked(raw, endpoint)
             prompts = request_prompts(request, tokenizer, self._config)
+            self._prepare_grammar(prompts[0], request.grammar_field)
             without_texts = replace(request, messages=(), prompts=("",) * len(request.prompts))
             return without_texts, prompts, delivery
 
@@ -199,6 +201,19 @@ class Service:
         )
         delivery = {name: body.pop(name, None) for name in Delivery.model_fields}
         return request_from_body(body, endpoint, self._options, self.models), validated(Delivery, delivery)
+
+    def _prepare_grammar(self, prompt: Prompt, field: str | None) -> None:
+        """Has the grammar of a request compiled here, where no running answer waits for it.
+
+        Raises:
+            BodyError: it cannot be followed.
+        """
+        engine = self.worker.engine
+        if prompt.grammar and engine and engine.grammars:
+            try:
+                engine.grammars.prepare(prompt.grammar)
+            except GrammarError as error:
+                raise BodyError(str(error), field or "tools", code="grammar_not_usable") from error
 
     async def _prepare(self, client: str, num_bytes: int, work: Callable[[Tokenizer], T]) -> T:
         """Runs what takes time, with a text of so many bytes, beside the loop."""
