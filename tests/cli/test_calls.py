@@ -112,3 +112,17 @@ def test_a_schema_that_cannot_be_followed_is_refused(family):
     bad = Tool("find", "", {"type": "object", "properties": {"a": {"$ref": "#/gone"}}, "required": ["a"]})
     with pytest.raises(GrammarError, match="grammar of the tools cannot be followed"):
         allows(AllowedCalls((bad,), needed=True), FIRST[style])
+
+
+def test_texts_of_arguments_keep_to_their_limits(family):
+    style, allows = family
+    schema = {"type": "string", "minLength": 2, "maxLength": 6, "pattern": "^[a-z/]+$"}
+    tool = Tool("find", "", {"type": "object", "properties": {"text": schema}, "required": ["text"]})
+    for text, fits in (("ab/c", True), ("a", False), ("abcdefg", False), ("aB", False)):
+        call = FIRST[style].replace('"most": 5', f'"text": "{text}"').replace("most>\n5", f"text>\n{text}")
+        assert allows(AllowedCalls((tool,), needed=True), call) is fits
+    for more in ({"pattern": "a"}, {"format": "date"}):
+        tool = Tool("find", "", {"type": "object", "properties": {"text": {"type": "string", **more}}})
+        if style == "xml":
+            with pytest.raises(GrammarError, match=r"text has the (pattern|format) .*, in this model's form of calls"):
+                allows(AllowedCalls((tool,), needed=True), FIRST[style])

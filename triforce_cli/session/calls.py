@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
-from ...offload.speculation.grammar import Grammar, json_rule
+from ...offload.speculation.grammar import Grammar, GrammarError, json_rule
 from ...tp.weights.tokenizer import Tokenizer
 
 OPENS, CLOSES = "<tool_call>", "</tool_call>"
@@ -95,6 +95,9 @@ def call_grammar(form: CallForm, allowed: AllowedCalls, tokenizer: Tokenizer, an
     """The grammar of answers with these calls, or without.
 
     Args: `answer_schema` is the JSON schema of an answer without calls; `None`: that is a text.
+
+    Raises:
+        GrammarError: an argument's schema has what cannot be followed.
     """
     if form.style == "bare" and answer_schema is not None and allowed.tools:
         return Grammar("tools", _source({"start": json_rule(_call_or_answer(allowed, json.loads(answer_schema)))}))
@@ -211,12 +214,15 @@ _VALUE_END = "\n</parameter>"
 def _xml_call(index: int, tool: Tool, of_schema: bool) -> dict[str, str]:
     """The rules of a call whose arguments are written one by one, in the order of the schema."""
     end = json.dumps(_VALUE_END)
-    rules, written = {"VALUE": f"{_up_to(_VALUE_END)} {end}"}, []
+    rules, written = {"VALUE": f"{_up_to(_VALUE_END)} {end}"}, list[str]()
     shared = {key: tool.parameters[key] for key in ("$defs", "definitions") if key in tool.parameters}
     required = tool.parameters.get("required", ())
     for number, (name, schema) in enumerate(tool.parameters.get("properties", {}).items()):
         value, begin = "VALUE", json.dumps(f"<parameter={name}>\n")
-        if of_schema and not is_text(schema):
+        if of_schema and is_text(schema):
+            value = f"TEXT_{index}_{number}"
+            rules[value] = f"({_limited_text(name, schema)}) {end}"
+        elif of_schema:
             rule = f"value_{index}_{number}"
             rules[rule], value = json_rule(json.dumps({**schema, **shared})), f"{rule} {end}"
         one = rf'{begin} {value} "\n"'
@@ -224,6 +230,29 @@ def _xml_call(index: int, tool: Tool, of_schema: bool) -> dict[str, str]:
     begin, end = json.dumps(f"\n<function={tool.name}>\n"), json.dumps("</function>\n")
     rules[f"call_{index}"] = f"{begin} {' '.join(written)} {end}"
     return rules
+
+
+def _limited_text(name: str, schema: Mapping[str, Any]) -> str:
+    """A terminal of an argument that is written as it is.
+
+    Raises:
+        GrammarError: its schema has what cannot be followed in such a text.
+    """
+    least, most, pattern = schema.get("minLength", 0), schema.get("maxLength", ""), schema.get("pattern")
+    limits = [rf"/(?s:.{{{least},{most}}})/"] if least or most != "" else []
+    if pattern is not None:
+        inner = pattern.removeprefix("^").removesuffix("$").replace("/", r"\/")
+        if not pattern.startswith("^") or not pattern.endswith("$") or pattern.endswith(r"\$"):
+            raise _not_followed(name, f"the pattern {pattern!r}, which must be from ^ to $")
+        limits.append(f"/({inner})/")
+    if "format" in schema:
+        raise _not_followed(name, f"the format {schema['format']!r}")
+    return " & ".join([_up_to(_VALUE_END), *limits])
+
+
+def _not_followed(name: str, what: str) -> GrammarError:
+    says = f"{name} has {what}, in this model's form of calls"
+    return GrammarError(f"the grammar of the tools cannot be followed: {says}")
 
 
 def is_text(schema: Any) -> bool:

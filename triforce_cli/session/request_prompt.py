@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 from ...offload.contexts.model import ContextRequest
-from ...offload.speculation.grammar import Grammar
+from ...offload.speculation.grammar import GrammarError
 from ...tp.errors import TriforceError, UsageError
 from ...tp.model.config import ModelConfig
 from ...tp.weights.tokenizer import Tokenizer
@@ -60,7 +61,8 @@ def request_prompts(request: AnswerRequest, tokenizer: Tokenizer, config: ModelC
     """
     context = None
     if request.grammar:
-        _check_grammar(request.grammar, request.grammar_field)
+        with _grammar_errors(request.grammar_field):
+            request.grammar.check()
     if request.context is not None:
         try:
             context = Context.saved(request.context, tokenizer, config)
@@ -81,13 +83,12 @@ def request_prompts(request: AnswerRequest, tokenizer: Tokenizer, config: ModelC
     return tuple(prompts)
 
 
-def _check_grammar(grammar: Grammar, field: str | None) -> None:
-    """Raises:
-    BodyError: it cannot be followed.
-    """
+@contextmanager
+def _grammar_errors(field: str | None) -> Iterator[None]:
+    """Has a grammar that cannot be followed refused by the field that asks for it."""
     try:
-        grammar.check()
-    except UsageError as error:
+        yield
+    except GrammarError as error:
         raise BodyError(str(error), field, code="grammar_not_usable") from error
 
 
@@ -182,8 +183,10 @@ def _tool_prompt(request: AnswerRequest, context: Context | None, tokenizer: Tok
     if calls is None:
         return _with_syntax(prompt, tokenizer)
     if calls.takes_grammar or request.grammar:
-        grammar = call_grammar(form, calls, tokenizer, request.grammar.source if request.grammar else None)
-        _check_grammar(grammar, "tools")
+        schema = request.grammar.source if request.grammar else None
+        with _grammar_errors("tools"):
+            grammar = call_grammar(form, calls, tokenizer, schema)
+            grammar.check()
         prompt = replace(prompt, grammar=grammar)
     return _with_syntax(prompt, tokenizer, form if calls.tools else None, request.tools)
 

@@ -1,10 +1,12 @@
 """Tools over HTTP: prompts describe them, calls are in each family's form, and `tool_choice` decides on an answer."""
 
 import json
+import random
 
 import jsonschema
 import pytest
 from checkpoints import change_config
+from random_schemas import random_schema
 from served import CHAT, COMPLETION, Process
 from tool_models import MARKS, tool_model
 from transformers import AutoTokenizer
@@ -292,3 +294,35 @@ def test_the_client_of_openai_calls_tools(server):
     told = [*asked["messages"], message.model_dump(exclude_none=True), result]
     answer = client.chat.completions.create(**(asked | {"messages": told, "tool_choice": "none", "max_tokens": 5}))
     assert answer.choices[0].message.tool_calls is None and answer.usage.prompt_tokens_details.cached_tokens > 0
+
+
+@pytest.mark.slow
+def test_calls_of_random_schemas_are_of_them(family):
+    server, chance, complete = family[2], random.Random(7), 0
+    for seed in range(20):
+        schema = random_schema(chance, depth=1)
+        tool = {"type": "function", "function": {"name": "find", "parameters": schema}}
+        asked = {**ASKED, "tools": [tool], "tool_choice": "required", "parallel_tool_calls": False, "seed": seed}
+        choice = choice_of(server.ask("POST", CHAT, {**asked, "max_tokens": 250}))
+        if choice["finish_reason"] == "tool_calls":
+            (call,) = choice["message"]["tool_calls"]
+            jsonschema.validate(json.loads(call["function"]["arguments"]), schema)
+            complete += 1
+    assert complete > 5
+
+
+@pytest.mark.slow
+def test_tools_that_were_damaged_leave_the_server_whole(server):
+    chance = random.Random(5)
+    for _ in range(200):
+        schema = random_schema(chance)
+        text = list(json.dumps([{"type": "function", "function": {"name": "find", "parameters": schema}}]))
+        for _ in range(chance.randint(1, 4)):
+            text[chance.randrange(len(text))] = chance.choice('{}[]",:0a$')
+        try:
+            tools = json.loads("".join(text))
+        except ValueError:
+            continue
+        asked = {**ASKED, "tools": tools, "tool_choice": "required", "max_tokens": 6}
+        assert server.ask("POST", CHAT, asked).status in (200, 400)
+    assert server.ask("POST", CHAT, {**ASKED, "max_tokens": 4}).status == 200
