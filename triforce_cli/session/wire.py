@@ -242,9 +242,9 @@ NEEDED: Any = Field(None, validate_default=True)
 """The default of a field that must be given. It is `None`, which the field's own check refuses."""
 
 
-def _unsupported(name: str, value: Any, refusal: str) -> ValidationError:
-    """What is raised for a field that cannot be honoured."""
-    error = PydanticCustomError("unsupported_field", "{refusal}", {"refusal": refusal})
+def _refused(name: str, value: Any, refusal: str, kind: str = "unsupported_field") -> ValidationError:
+    """What is raised for a field that cannot be honoured, or of another `kind`, that is at fault."""
+    error = PydanticCustomError(kind, "{refusal}", {"refusal": refusal})
     return ValidationError.from_exception_data(name, [{"type": error, "loc": (name,), "input": value}])
 
 
@@ -260,7 +260,7 @@ class ClientObject(BaseModel, strict=True):
         honoured = {name: one for name, one in given.items() if one is not None and not cls._is_neutral(name, one)}
         for name, value in honoured.items():
             if name not in cls.model_fields:
-                raise _unsupported(name, value, cls._refusal(name))
+                raise _refused(name, value, cls._refusal(name))
         return honoured
 
     @classmethod
@@ -345,9 +345,10 @@ class Message(ClientObject):
             return given
         for name, owner in _OF_ROLES.items():
             if given.get(name) and given.get("role") != owner:
-                raise _unsupported(name, given[name], f"is not supported here but in messages of {owner}; leave it out")
+                raise _refused(name, given[name], f"is not supported here but in messages of {owner}; leave it out")
         if given.get("role") == "tool" and given.get("tool_call_id") is None:
-            raise _unsupported("tool_call_id", None, "is missing; give the id of the call whose result the message is")
+            says = "is missing; give the id of the call whose result the message is"
+            raise _refused("tool_call_id", None, says, "needed")
         return given | {"content": ""} if given.get("content") is None and given.get("tool_calls") else given
 
     @classmethod
