@@ -73,7 +73,8 @@ class TextOutput:
     def write_dim(self, piece: str) -> None:
         """Writes a text at once, dimmed on a terminal that can do so; `Stop` as for `write`."""
         if piece:
-            self._put(piece, *(_DIM if os.environ.get("TERM") not in _WITHOUT_STYLES else ()))
+            dims = self.on_terminal and os.environ.get("TERM") not in _WITHOUT_STYLES
+            self._put(piece, *(_DIM if dims else ()))
 
     def close(self) -> None:
         """Writes what is left; `Stop` as for `write`."""
