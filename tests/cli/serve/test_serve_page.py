@@ -9,6 +9,9 @@ import subprocess
 
 import pytest
 from command import TEXT
+from templates import CALLING, with_added, with_template
+from triforce.offload import Engine, Sampling
+from triforce.tp import Tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -401,7 +404,7 @@ def test_everything_is_reached_by_keyboard_and_has_a_name(serving, browser, wind
         for _ in range(20):
             page_of.keyboard.press("Tab")
             reached.add(page_of.evaluate("document.activeElement.id || document.activeElement.ariaLabel"))
-        wanted = {"context", "file", "new", "turns", "question", "send", "retry", "Copy this answer"}
+        wanted = {"context", "file", "tools", "new", "turns", "question", "send", "retry", "Copy this answer"}
         assert wanted <= reached, wanted - reached
         unnamed = """() => [...document.querySelectorAll("button, input, select, textarea, progress, svg, nav, main")]
             .filter((one) => !(one.ariaLabel || one.textContent.trim() || one.labels?.length)).map((one) => one.id)"""
@@ -647,3 +650,33 @@ def test_a_question_in_place_of_a_result_is_sent_without_the_call(scripted, brow
     ask_for_any_end(page_of, expect, "two")
     expect(page_of.locator(".results")).to_have_count(0)
     assert sent[1]["messages"] == [{"role": "user", "content": "two"}]
+
+
+@pytest.mark.slow
+def test_a_model_reasons_calls_a_tool_and_gets_the_result(serving, pair, browser, window, tmp_path):
+    """What it writes first is read as reasoning, a call and the end of an answer."""
+    expect, tools = browser[1], [{"type": "function", "function": {"name": "look"}}]
+    model = with_template(pair[0], tmp_path, CALLING)
+    tokenizer, engine = Tokenizer.load(model), Engine.load(model, draft="none", device="cpu", dtype="float32")
+    assert tokenizer.render
+    prompt = tokenizer.encode(tokenizer.render([{"role": "user", "content": "Why?"}], tools=tools), False)
+    *first, end = engine.generate(prompt, Sampling(temperature=0.0), 5).token_ids
+    call = '<tool_call>\n{"name": "look", "arguments": {"at": "sea"}}\n</tool_call>'
+    assert len({*first, end}) == 5, "each of them can be told"
+    added = dict(zip(first, ("<think>", "Hm, so.", "</think>", call), strict=True))
+    model = with_added(model, tmp_path, added).rename(tmp_path / "target")
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"eos_token_id": end}))
+    (model / "generation_config.json").unlink(missing_ok=True)
+    with serving((model, "none"), max_new_tokens=8, temperature=0) as server:
+        page_of = window(server)
+        page_of.click("#tools")
+        page_of.fill("#tools-given", json.dumps(tools))
+        page_of.get_by_role("button", name="Use these").click()
+        ask_for_any_end(page_of, expect, "Why?")
+        expect(page_of.locator(".thought")).to_have_text("Hm, so.")
+        expect(page_of.locator(".call")).to_have_text('Call: look{ "at": "sea" }')
+        page_of.fill(".results textarea", "fog")
+        page_of.keyboard.press("Enter")
+        expect(page_of.locator(".assistant .foot")).to_have_count(2)
+        assert not page_of.locator("#status.wrong").count(), page_of.locator("#status").inner_text()
