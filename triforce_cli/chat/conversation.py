@@ -14,6 +14,9 @@ from ...offload.contexts.manifest import Frame
 from ...offload.speculation.noise import key_of
 from ...tp.errors import CapacityError, UsageError
 from ...tp.weights.tokenizer import Tokenizer
+from ..session.answer_parts import PLAIN, AnswerSyntax
+from ..session.calls import CallForm
+from ..session.form import syntax_of
 from ..session.prompt import Context, Prompt, QuestionForm, encode_behind
 from ..session.text import AnswerText
 
@@ -157,6 +160,14 @@ class Conversation:
     def prompt(self, asked: NextTurn) -> Prompt:
         """What the engine is to answer."""
         return Prompt(asked.token_ids, True, self._form.stops)
+
+    def syntax(self, asked: NextTurn) -> AnswerSyntax:
+        """How the answer is to be read where it is shown. What is kept of it is its text as it was generated."""
+        if self._form.template is None:
+            return PLAIN
+        form = CallForm.of(self.tokenizer)
+        # Calls that are a whole answer are told from other JSON by the names of tools, which are not known here.
+        return syntax_of(asked.token_ids, self.tokenizer, form if form and form.opens else None)
 
     def add(self, asked: NextTurn, reply: AnswerText, stats: dict[str, Any]) -> Turn:
         """Takes a question and its finished answer into the conversation."""

@@ -25,9 +25,10 @@ from ..session.report import (
     with_text,
 )
 from ..session.session import Session, Task, Written
-from ..terminal.output import TextOutput, in_one_line
+from ..terminal.output import in_one_line
 from ..terminal.stopping import Signals, Stop
 from ..terminal.streams import print_note
+from .answer_output import AnswerOutput
 from .conversation import Conversation, NextTurn
 from .options import ChatOptions
 from .slash import COMMANDS, KEYS, parse
@@ -189,11 +190,11 @@ class Talk:
         """
         conversation, options = self._conversation, self._options
         asked, first = make(0), not conversation.turns
-        output = None if self._silent else TextOutput(deferred=False)
         while True:
             contexts = ContextRequest(name=options.context, find=first)
             sampling = replace(options.sampling, seed=asked.seed)
             task = Task(conversation.prompt(asked), contexts, sampling, conversation.max_new_tokens)
+            output = None if self._silent else self._output(task, asked)
             try:
                 stop = self._do(task, asked.new_tokens, asked, output)
                 break
@@ -210,7 +211,7 @@ class Talk:
             self._raise_unless_ctrl_c(stop)
 
     def _do(
-        self, task: Task, new_tokens: int, asked: NextTurn | None = None, output: TextOutput | None = None
+        self, task: Task, new_tokens: int, asked: NextTurn | None = None, output: AnswerOutput | None = None
     ) -> Stop | None:
         """Has the engine do a task, of whose prompt so many tokens are new; what broke it off, if anything did.
 
@@ -248,6 +249,10 @@ class Talk:
             self._warn(session.warnings(task))
         return None
 
+    def _output(self, task: Task, asked: NextTurn) -> AnswerOutput:
+        conversation, eos_ids = self._conversation, self._engine.target.config.eos_token_ids
+        return AnswerOutput(task, conversation.syntax(asked), conversation.tokenizer, eos_ids)
+
     def _report(self, asked: NextTurn, sequence: BatchSequence) -> None:
         """What a run does that may surprise."""
         if not self._conversation.turns:
@@ -258,14 +263,13 @@ class Talk:
             why = "turns were dropped" if asked.dropped else "the chat template changes what was said before"
             print_note(f"{why}: {asked.new_tokens:,} tokens are read again")
 
-    def _write_rest(self, task: Task, output: TextOutput | None) -> Stop | None:
+    def _write_rest(self, task: Task, output: AnswerOutput | None) -> Stop | None:
         """Writes what was held back of an answer; what stopped that, if anything."""
         rest = task.finish_text()
         if output is None:
             return None
         try:
-            output.write(rest if self._questions.interactive or not task.begun else rest + "\n")
-            output.close()
+            output.finish(rest, "" if self._questions.interactive or not task.begun else "\n")
         except Stop as stop:
             return stop
         return None

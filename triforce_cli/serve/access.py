@@ -19,7 +19,9 @@ from .options import ServeOptions
 
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
-WITHOUT_KEY = ("/health", "/", "/page.css", "/page.js", "/kept.js", "/markdown.js", "/plot.js", "/server.js")
+_SCRIPTS = ("page", "answer", "elements", "kept", "markdown", "parts", "plot", "server")
+
+WITHOUT_KEY = ("/health", "/", "/page.css", *(f"/{name}.js" for name in _SCRIPTS))
 """Paths that need no key: what they say is nobody's secret. The page asks for the key."""
 
 

@@ -8,7 +8,8 @@ from pathlib import Path
 from ...offload.speculation.grammar import Grammar, Reasoning
 from ...tp.errors import UsageError
 from ...tp.weights.tokenizer import Tokenizer
-from .answer_parts import THINKS, THOUGHT
+from .answer_parts import THINKS, THOUGHT, AnswerSyntax
+from .calls import CallForm, Tool
 from .source import read_file, read_option
 
 _AT_THE_END = 4
@@ -53,3 +54,17 @@ def reasoning_of(token_ids: Sequence[int], tokenizer: Tokenizer) -> Reasoning | 
     if marks[-1:] == closes:
         return None
     return Reasoning(opens[0], closes[0], is_open=marks[-1:] == opens)
+
+
+def syntax_of(
+    token_ids: Sequence[int], tokenizer: Tokenizer, form: CallForm | None = None, tools: Sequence[Tool] = ()
+) -> AnswerSyntax:
+    """How the answer to a prompt of the chat template is to be read.
+
+    Args:
+        token_ids: the prompt's.
+        form: of the calls that it may have; `None`: it has none.
+        tools: those that the prompt describes.
+    """
+    reasoning = reasoning_of(token_ids, tokenizer)
+    return AnswerSyntax(reasoning and reasoning.is_open, form, {tool.name: tool for tool in tools})

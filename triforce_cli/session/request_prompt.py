@@ -14,9 +14,8 @@ from ...offload.speculation.grammar import GrammarError
 from ...tp.errors import TriforceError, UsageError
 from ...tp.model.config import ModelConfig
 from ...tp.weights.tokenizer import Tokenizer
-from .answer_parts import AnswerSyntax
 from .calls import CallForm, Tool, call_grammar
-from .form import reasoning_of
+from .form import syntax_of
 from .prompt import Context, Exchange, Prompt, QuestionForm, encode_behind
 from .session import Task
 from .wire import CHAT, AnswerRequest, BodyError, Message
@@ -163,9 +162,7 @@ def _message_prompt(request: AnswerRequest, context: Context | None, tokenizer: 
 def _with_syntax(
     prompt: Prompt, tokenizer: Tokenizer, form: CallForm | None = None, tools: Sequence[Tool] = ()
 ) -> Prompt:
-    reasoning = reasoning_of(prompt.token_ids, tokenizer)
-    syntax = AnswerSyntax(reasoning and reasoning.is_open, form, {tool.name: tool for tool in tools})
-    return replace(prompt, syntax=syntax)
+    return replace(prompt, syntax=syntax_of(prompt.token_ids, tokenizer, form, tools))
 
 
 def _tool_prompt(request: AnswerRequest, context: Context | None, tokenizer: Tokenizer) -> Prompt:

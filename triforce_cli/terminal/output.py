@@ -21,6 +21,11 @@ if TYPE_CHECKING:
 
 _CONTROL = {code: "�" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
 
+_DIM = "\x1b[2m", "\x1b[22m"
+"""What a terminal dims a text between."""
+_WITHOUT_STYLES = ("dumb", "unknown")
+"""Terminals that cannot, by their `TERM`."""
+
 _QUOTED = 60
 """Letters of a text that a message quotes."""
 
@@ -48,11 +53,12 @@ class TextOutput:
         deferred: keep the text back until `close`, because something else draws on the terminal.
         """
         self._deferred = deferred
-        self._terminal = sys.stdout.isatty()
+        self.on_terminal = sys.stdout.isatty()
+        """Whether it is read as it comes, and control characters would be obeyed."""
         self._pieces: list[str] = []
         self._last = ""
         if isinstance(sys.stdout, io.TextIOWrapper):
-            encoding = sys.stdout.encoding if self._terminal else "utf-8"
+            encoding = sys.stdout.encoding if self.on_terminal else "utf-8"
             sys.stdout.reconfigure(encoding=encoding, errors="replace", newline="\n")
 
     def write(self, piece: str) -> None:
@@ -64,17 +70,28 @@ class TextOutput:
         elif piece:
             self._put(piece)
 
+    def write_dim(self, piece: str) -> None:
+        """Writes a text at once, dimmed on a terminal that can do so; `Stop` as for `write`."""
+        if piece:
+            dims = self.on_terminal and os.environ.get("TERM") not in _WITHOUT_STYLES
+            self._put(piece, *(_DIM if dims else ()))
+
     def close(self) -> None:
         """Writes what is left; `Stop` as for `write`."""
         self._deferred = False
         self.write("".join(self._pieces))
         self._pieces.clear()
-        if self._terminal and self._last not in ("", "\n"):
-            self._put("\n")
+        if self.on_terminal:
+            self.end_line()
 
-    def _put(self, text: str) -> None:
+    def end_line(self) -> None:
+        """Ends a line that has begun; `Stop` as for `write`."""
+        if self._last not in ("", "\n"):
+            self.write("\n")
+
+    def _put(self, text: str, before: str = "", after: str = "") -> None:
         try:
-            sys.stdout.write(printable(text) if self._terminal else text)
+            sys.stdout.write(before + (printable(text) if self.on_terminal else text) + after)
             sys.stdout.flush()
         except Stop:  # the pipe is full, and nobody empties it
             abandon(sys.stdout)

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 from command import TEXT, Outcome, Running, check_refusal, run_command, run_here, undocumented, without_weights
-from templates import THINKING, saying, with_template
+from templates import CALLING, THINKING, saying, with_added, with_template
 
 
 @pytest.fixture
@@ -140,6 +140,14 @@ def test_a_template_that_rewrites_what_was_said_is_reported(chat, pair, tmp_path
     said = chat("Why?\nHow?\n", "--system", "Be brief.", model=model)
     assert "the chat template changes what was said before: " in said.err and "tokens are read again" in said.err
     assert "plain text" not in said.err
+
+
+def test_an_output_that_is_no_terminal_gets_the_text_as_the_model_writes_it(chat, pair, tmp_path):
+    model = with_template(pair[0], tmp_path, CALLING)
+    (plain,) = turns_of(chat("Why?\n", "--seed", 1, "--json", "-", model=model, new=4))
+    written = ("<think>", "Hm, so.", "</think>", "<tool_call>it rose</tool_call>")
+    model = with_added(model, tmp_path, dict(zip(plain["token_ids"], written, strict=True)))
+    assert chat("Why?\n", "--seed", 1, model=model, new=4).out == "".join(written) + "\n"
 
 
 @pytest.fixture

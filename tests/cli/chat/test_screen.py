@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("pyte", reason="pyte is not installed: pip install '.[test]'")
 
-from templates import with_template
+from templates import CALLING, with_added, with_template
 from terminals import Terminal
 
 ANSWERED = r"^> {}\?[ \n]*\n(?=\S)(?!TBT|\d+ of )"
@@ -29,7 +29,7 @@ def terminal(pair, tmp_path, monkeypatch):
     opened = []
     model = with_template(pair[0], tmp_path)
 
-    def open_(*arguments, columns=80, rows=24, new=12):
+    def open_(*arguments, model=model, columns=80, rows=24, new=12):
         fixed = ("chat", "--model", model, "--draft", "none", "--device", "cpu", "--dtype", "float32")
         fixed = (*fixed, "--max-new-tokens", new, "--seed", 1)
         opened.append(Terminal(*fixed, *arguments, columns=columns, rows=rows))
@@ -135,3 +135,35 @@ def test_what_ctrl_c_leaves_is_not_read_again(terminal, tmp_path, ranks, residen
     turns = json.loads((tmp_path / "turns.json").read_text())
     assert [turn["finish_reason"] for turn in turns] == ["interrupted"] * 2 and turns[0]["world_size"] == ranks
     assert turns[1]["reused_tokens"] == turns[0]["prompt_tokens"] + turns[0]["new_tokens"] - 1
+
+
+WRITTEN = ("<think>", "Hm, so.", "</think>", "It rose. ", "<tool_call>", '{"name": "look", "arguments": {"at": "sea"}}')
+
+
+@pytest.mark.parametrize("control", [False, True], ids=["texts", "control tokens"])
+def test_reasoning_is_dim_and_a_call_a_line_and_both_are_kept_as_they_were_written(terminal, pair, tmp_path, control):
+    """The marks around them are texts, or control tokens."""
+    written = (*WRITTEN, "</tool_call>")
+    marks = {one for one in written if one.startswith("<")} if control else set()
+    template = with_template(pair[0], tmp_path / "calling", CALLING)
+    chat = terminal("--json", tmp_path / "turns.json", model=template, new=len(written))
+    chat.type("Why?\r")
+    chat.read_until(rf"> Why(.|\n)*{READY}")
+    chat.type("\x04")
+    chat.finish()
+    (plain,) = json.loads((tmp_path / "turns.json").read_text())
+    assert len(set(plain["token_ids"])) == len(written), "each of them can be told"
+    added = dict(zip(plain["token_ids"], written, strict=True))
+    model = with_added(template, tmp_path, added, marks)
+    chat = terminal("--json", tmp_path / "turns.json", model=model, new=len(written))
+    chat.type("Why?\r")
+    chat.read_until(rf'^Hm, so.\n\nIt rose.\ncall: look {{"at": "sea"}}\n{READY}')
+    assert "\x1b[2mHm, so.\x1b[22m" in chat.raw and "think" not in chat.raw
+    chat.type("How?\r")
+    chat.read_until(rf"> How(.|\n)*{READY}")
+    chat.type("\x04")
+    assert chat.finish() == 0
+    first, second = json.loads((tmp_path / "turns.json").read_text())
+    assert first["token_ids"] == plain["token_ids"] and first["prompt_tokens"] == plain["prompt_tokens"]
+    assert first["text"] == "".join(one for one in written if one not in marks)
+    assert second["reused_tokens"] == first["prompt_tokens"] + len(written) - 1, "nothing is read again"

@@ -9,6 +9,9 @@ import subprocess
 
 import pytest
 from command import TEXT
+from templates import CALLING, with_added, with_template
+from triforce.offload import Engine, Sampling
+from triforce.tp import Tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -116,6 +119,81 @@ def test_answers_that_failed_and_their_questions_are_not_sent_again(run_script):
     assert all(set(one) == {"role", "content"} for one in sent)
 
 
+CALLS = [
+    {"id": "first0001", "name": "look", "arguments": '{"at": "sea"}'},
+    {"id": "second002", "name": "wait", "arguments": "{}"},
+]
+
+
+def result(call, content="fog"):
+    return turn("tool", content, id=call["id"], name=call["name"])
+
+
+def test_calls_are_sent_with_their_results_and_else_left_out_with_their_question(run_script):
+    called = turn("assistant", "", end="tool_calls", calls=CALLS, reasoning="Hm, so.")
+    turns = [
+        turn("user", "answered?"), called, *map(result, CALLS), turn("assistant", "Fog.", end="stop"),
+        turn("user", "without results?"), called,
+        turn("user", "with one of two?"), called, result(CALLS[0]), turn("assistant", "Fog.", end="stop"),
+        turn("user", "failed behind them?"), called, *map(result, CALLS), turn("assistant", "F", end="failed"),
+        turn("user", "stopped within?"), turn("assistant", "I", end="stopped", calls=CALLS[:1]),
+        turn("user", "only reasoned?"), turn("assistant", "", end="length", reasoning="Hm"),
+        turn("user", "last?"), called, *map(result, CALLS),
+    ]  # fmt: skip
+    sent = run_script("/kept.js", "messagesOf", "return messagesOf({ turns: given });", turns)
+    roles = ["user", "assistant", "tool", "tool"]
+    assert [one["role"] for one in sent] == [*roles, "assistant", *roles]
+    assert [one["content"] for one in sent if one["role"] == "user"] == ["answered?", "last?"]
+    for at in (1, 6):
+        asked, *results = sent[at : at + 3]
+        assert asked["content"] == "" and asked["reasoning_content"] == "Hm, so."
+        functions = [{"name": one["name"], "arguments": one["arguments"]} for one in CALLS]
+        assert [one["function"] for one in asked["tool_calls"]] == functions
+        assert {one["type"] for one in asked["tool_calls"]} == {"function"}
+        ids = [one["id"] for one in CALLS]
+        assert [one["id"] for one in asked["tool_calls"]] == [one["tool_call_id"] for one in results] == ids
+        assert all(set(one) == {"role", "content", "tool_call_id"} for one in results)
+    assert sent[4] == {"role": "assistant", "content": "Fog."}
+
+
+def test_an_answer_grows_by_what_a_stream_brings(run_script):
+    deltas = [
+        {"role": "assistant", "content": ""},
+        {"reasoning_content": "Hm, "}, {"reasoning_content": "so."}, {"content": "I "}, {"content": "look."},
+        *({"tool_calls": [{"index": index, "id": one["id"], "type": "function",
+                           "function": {"name": one["name"], "arguments": ""}}]} for index, one in enumerate(CALLS)),
+        *({"tool_calls": [{"index": index, "function": {"arguments": part}}]}
+          for index, one in enumerate(CALLS) for part in one["arguments"]),
+        {},
+    ]  # fmt: skip
+    body = "const turn = { content: '' }; return [given.map((one) => addDelta(turn, one)), turn];"
+    grown, found = run_script("/parts.js", "addDelta", body, deltas)
+    assert found == {"content": "I look.", "reasoning": "Hm, so.", "calls": CALLS}
+    assert list(dict.fromkeys(grown)) == ["", "reasoning", "writing", "calling a tool"] and grown[-1] == ""
+
+
+def test_arguments_are_set_in_lines_as_they_are_written(run_script):
+    signs = '{[,:]} \\" \n'
+    values = [{}, [], {"a": []}, {"a": {"b": [1, "x", None], signs: signs}, "d": -2.5}, [{}, [[]], [signs]], signs]
+    separators = ((",", ":"), (" , ", " : "), (",\n\t", ":\n"))
+    texts = [json.dumps(value, separators=one) for value in values for one in separators]
+    found = run_script("/parts.js", "inLines", "return given.map(inLines);", texts)
+    assert found == [json.dumps(value, indent=2) for value in values for _ in separators]
+    exact, begun, deep = '{"n":12345678901234567890.0}', '{"a": [1, ', "[" * 3000 + "]" * 3000
+    found = run_script("/parts.js", "inLines", "return given.map(inLines);", [exact, begun, deep])
+    assert found[:2] == ['{\n  "n": 12345678901234567890.0\n}', begun] and len(found[2]) < 300_000
+
+
+def test_tools_that_are_none_are_refused_with_the_reason(run_script):
+    body = "try { return toolsOf(given); } catch (error) { return error.message; }"
+    tools = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}]
+    assert run_script("/parts.js", "toolsOf", body, json.dumps(tools)) == tools
+    assert run_script("/parts.js", "toolsOf", body, " ") == []
+    assert run_script("/parts.js", "toolsOf", body, "[{").startswith("This is no JSON: ")
+    for text in ("{}", "null", "[null]", '[{"type": "function"}]', '[{"function": {"name": "look"}}]'):
+        assert run_script("/parts.js", "toolsOf", body, text).startswith("Tools are a list of ")
+
+
 def test_an_answer_that_is_not_whole_says_why(run_script):
     ends = [
         turn("assistant", "a", end="length", timings={"predicted_n": 256}),
@@ -124,11 +202,17 @@ def test_an_answer_that_is_not_whole_says_why(run_script):
         turn("assistant", "", end="failed", error="no key"),
         turn("assistant", "a", end="stop"),
         turn("assistant", "a"),
+        turn("assistant", "", end="tool_calls", calls=CALLS),
+        turn("assistant", "", end="stopped", calls=CALLS[:1]),
+        turn("assistant", "", end="failed", error="rank 1 ended", reasoning="Hm"),
     ]
-    cut, stopped, broken, none, *whole = run_script("/kept.js", "cutOf", "return given.map(cutOf);", ends)
+    found = run_script("/kept.js", "cutOf", "return given.map(cutOf);", ends)
+    cut, stopped, broken, none, *whole, stopped_call, broken_reasoning = found
     assert cut == "cut after 256 tokens: maximum length" and stopped == "stopped"
     assert broken.startswith("broken off: rank 1 ended.") and none.startswith("no answer: no key.")
-    assert whole == ["", ""]
+    assert whole == ["", "", ""]
+    assert stopped_call == "stopped. Further questions are sent without this one"
+    assert broken_reasoning.startswith("broken off: ")
 
 
 ANSWER = """First line
@@ -320,7 +404,7 @@ def test_everything_is_reached_by_keyboard_and_has_a_name(serving, browser, wind
         for _ in range(20):
             page_of.keyboard.press("Tab")
             reached.add(page_of.evaluate("document.activeElement.id || document.activeElement.ariaLabel"))
-        wanted = {"context", "file", "new", "turns", "question", "send", "retry", "Copy this answer"}
+        wanted = {"context", "file", "tools", "new", "turns", "question", "send", "retry", "Copy this answer"}
         assert wanted <= reached, wanted - reached
         unnamed = """() => [...document.querySelectorAll("button, input, select, textarea, progress, svg, nav, main")]
             .filter((one) => !(one.ariaLabel || one.textContent.trim() || one.labels?.length)).map((one) => one.id)"""
@@ -502,3 +586,97 @@ def test_an_empty_page_says_what_to_do_first(serving, browser, window):
         expect(page_of.locator("#hint")).to_be_hidden()
         page_of.click("#new")
         expect(page_of.locator("#hint")).to_be_visible()
+
+
+@pytest.mark.slow
+def test_reasoning_is_opened_and_a_call_gets_its_result_by_keyboard_alone(scripted, browser):
+    expect = browser[1]
+    (call, _), tools = CALLS, [{"type": "function", "function": {"name": "look"}}]
+
+    def delta(**given):
+        return {"choices": [{"index": 0, "delta": given, "finish_reason": None}]}
+
+    begun = {"index": 0, "id": call["id"], "type": "function", "function": {"name": call["name"], "arguments": ""}}
+    rest = {"index": 0, "function": {"arguments": '{"at": "<b>sea"}'}}
+    page_of, sent = scripted(
+        [delta(reasoning_content="Hm, <i>so"), delta(tool_calls=[begun]), delta(tool_calls=[rest]),
+         chunk(None, "tool_calls"), "[DONE]"],
+        [chunk("Fog."), chunk(None, "stop"), "[DONE]"],
+        [chunk("Yes."), chunk(None, "stop"), "[DONE]"],
+    )  # fmt: skip
+    page_of.focus("#tools")
+    page_of.keyboard.press("Enter")
+    page_of.fill("#tools-given", "[{")
+    page_of.keyboard.press("Tab")
+    page_of.keyboard.press("Enter")
+    expect(page_of.locator("#tools-dialog")).to_be_visible()
+    page_of.fill("#tools-given", json.dumps(tools))
+    page_of.keyboard.press("Tab")
+    page_of.keyboard.press("Enter")
+    expect(page_of.locator("#tools")).to_have_text("Tools (1)")
+    ask_for_any_end(page_of, expect, "What is there?")
+    expect(page_of.locator(".call .name")).to_have_text("Call: look")
+    expect(page_of.locator(".call code")).to_have_text('{\n  "at": "<b>sea"\n}', use_inner_text=True)
+    expect(page_of.locator(".thought")).to_be_hidden()
+    page_of.focus(".reasoning summary")
+    page_of.keyboard.press("Enter")
+    expect(page_of.locator(".thought")).to_have_text("Hm, <i>so")
+    assert page_of.evaluate("document.documentElement.scrollWidth") <= 390
+    page_of.reload()
+    page_of.focus(".results textarea")
+    page_of.keyboard.type("fog")
+    page_of.keyboard.press("Enter")
+    expect(page_of.locator(".assistant .text")).to_have_text(["", "Fog."])
+    expect(page_of.locator(".tool")).to_have_text("Result of lookfog")
+    expect(page_of.locator(".results")).to_have_count(0)
+    ask_for_any_end(page_of, expect, "Sure?")
+    assert [body["tools"] for body in sent] == [tools] * 3
+    roles = [[one["role"] for one in body["messages"]] for body in sent]
+    asked = ["user", "assistant", "tool"]
+    assert roles == [["user"], asked, [*asked, "assistant", "user"]]
+    assert sent[1]["messages"][2] == {"role": "tool", "tool_call_id": call["id"], "content": "fog"}
+
+
+@pytest.mark.slow
+def test_a_question_in_place_of_a_result_is_sent_without_the_call(scripted, browser):
+    expect = browser[1]
+    begun = {"index": 0, "id": "first0001", "type": "function", "function": {"name": "look", "arguments": "{}"}}
+    called = {"choices": [{"index": 0, "delta": {"tool_calls": [begun]}, "finish_reason": None}]}
+    page_of, sent = scripted(
+        [called, chunk(None, "tool_calls"), "[DONE]"], [chunk("Yes."), chunk(None, "stop"), "[DONE]"]
+    )
+    ask_for_any_end(page_of, expect, "one")
+    expect(page_of.locator(".results textarea")).to_be_focused()
+    ask_for_any_end(page_of, expect, "two")
+    expect(page_of.locator(".results")).to_have_count(0)
+    assert sent[1]["messages"] == [{"role": "user", "content": "two"}]
+
+
+@pytest.mark.slow
+def test_a_model_reasons_calls_a_tool_and_gets_the_result(serving, pair, browser, window, tmp_path):
+    """What it writes first is read as reasoning, a call and the end of an answer."""
+    expect, tools = browser[1], [{"type": "function", "function": {"name": "look"}}]
+    model = with_template(pair[0], tmp_path, CALLING)
+    tokenizer, engine = Tokenizer.load(model), Engine.load(model, draft="none", device="cpu", dtype="float32")
+    assert tokenizer.render
+    prompt = tokenizer.encode(tokenizer.render([{"role": "user", "content": "Why?"}], tools=tools), False)
+    *first, end = engine.generate(prompt, Sampling(temperature=0.0), 5).token_ids
+    call = '<tool_call>\n{"name": "look", "arguments": {"at": "sea"}}\n</tool_call>'
+    assert len({*first, end}) == 5, "each of them can be told"
+    added = dict(zip(first, ("<think>", "Hm, so.", "</think>", call), strict=True))
+    model = with_added(model, tmp_path, added).rename(tmp_path / "target")
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"eos_token_id": end}))
+    (model / "generation_config.json").unlink(missing_ok=True)
+    with serving((model, "none"), max_new_tokens=8, temperature=0) as server:
+        page_of = window(server)
+        page_of.click("#tools")
+        page_of.fill("#tools-given", json.dumps(tools))
+        page_of.get_by_role("button", name="Use these").click()
+        ask_for_any_end(page_of, expect, "Why?")
+        expect(page_of.locator(".thought")).to_have_text("Hm, so.")
+        expect(page_of.locator(".call")).to_have_text('Call: look{ "at": "sea" }')
+        page_of.fill(".results textarea", "fog")
+        page_of.keyboard.press("Enter")
+        expect(page_of.locator(".assistant .foot")).to_have_count(2)
+        assert not page_of.locator("#status.wrong").count(), page_of.locator("#status").inner_text()

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from starlette.responses import Response
 
-_SCRIPTS = ("page.js", "kept.js", "markdown.js", "plot.js", "server.js")
+_SCRIPTS = ("page.js", "answer.js", "elements.js", "kept.js", "markdown.js", "parts.js", "plot.js", "server.js")
 
 PAGE = {
     "/": ("index.html", "text/html; charset=utf-8"),

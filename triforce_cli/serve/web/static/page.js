@@ -1,6 +1,8 @@
 // Conversations with the model of this server. All that comes from it, or from a file, is put into the page as text.
+import { AnswerView } from "./answer.js";
+import { button, element } from "./elements.js";
 import { conversations, cutOf, forget, keep, messagesOf, newConversation, titleOf } from "./kept.js";
-import { MarkdownView } from "./markdown.js";
+import { addDelta, openCalls, toolsOf } from "./parts.js";
 import { Plot } from "./plot.js";
 import { call, events } from "./server.js";
 
@@ -12,21 +14,6 @@ let running = null; // stops what is being written, or read
 function say(text, wrong = false) {
   at("status").textContent = text;
   at("status").classList.toggle("wrong", wrong);
-}
-
-function element(kind, className, text = "") {
-  const found = document.createElement(kind);
-  found.className = className;
-  found.textContent = text;
-  return found;
-}
-
-function button(text, label, act) {
-  const found = element("button", "small", text);
-  found.type = "button";
-  found.setAttribute("aria-label", label);
-  found.addEventListener("click", act);
-  return found;
 }
 
 function sure(question) {
@@ -73,11 +60,12 @@ async function copy(text) {
 
 function showTurn(turn) {
   const found = element("div", `turn ${turn.role}`);
-  const text = element("div", "text", turn.role === "user" ? turn.content : "");
-  found.append(text);
   if (turn.role === "assistant") {
-    new MarkdownView(text).show(turn.content);
+    new AnswerView(found).show(turn);
     finishTurn(found, turn);
+  } else {
+    if (turn.role === "tool") found.append(element("div", "name", `Result of ${turn.name}`));
+    found.append(element("div", "text", turn.content));
   }
   at("turns").append(found);
   found.scrollIntoView({ block: "end" });
@@ -91,6 +79,45 @@ function finishTurn(shown, turn) {
   if (turn.timings) foot.append(element("span", "figures", figuresOf(turn.timings)));
   if (turn.content) foot.append(button("Copy", "Copy this answer", () => copy(turn.content)));
   shown.append(foot);
+}
+
+function addTurn(turn) {
+  current.turns.push(turn);
+  showTurn(turn);
+}
+
+// Fields for the results that the last answer waits for; the first one, if there are any.
+function showResultFields() {
+  const calls = openCalls(current.turns);
+  if (!calls.length) return null;
+  const form = element("form", "results");
+  const fields = calls.map((call) => {
+    const label = element("label", "", `Result of ${call.name}`);
+    const field = element("textarea", "");
+    field.rows = 2;
+    field.required = true;
+    field.addEventListener("keydown", sendOnEnter);
+    label.append(field);
+    form.append(label);
+    return field;
+  });
+  form.append(element("button", "", calls.length > 1 ? "Send the results" : "Send the result"));
+  form.append(element("span", "figures", "A question is sent without this call and what led to it"));
+  form.addEventListener("submit", (event) => {
+    event.preventDefault();
+    if (running) return;
+    form.remove();
+    calls.forEach(({ id, name }, index) => addTurn({ role: "tool", id, name, content: fields[index].value }));
+    keepCurrent();
+    answer();
+  });
+  at("turns").lastElementChild.append(form);
+  form.scrollIntoView({ block: "end" });
+  return fields[0];
+}
+
+function dropResultFields() {
+  at("turns").querySelector(".results")?.remove();
 }
 
 // The list of conversations.
@@ -120,8 +147,10 @@ function choose(conversation) {
   sessionStorage.setItem("conversation", current.id);
   at("turns").replaceChildren();
   current.turns.forEach(showTurn);
+  showResultFields();
   showHint();
   showChosenContext();
+  showTools();
   at("speed").hidden = true;
   say("");
   showList();
@@ -131,7 +160,7 @@ function choose(conversation) {
 async function remove(conversation) {
   if (running || !(await sure(`Delete this conversation? ${titleOf(conversation)}`))) return;
   forget(conversation);
-  if (conversation.id === current.id) choose(newConversation(current.context));
+  if (conversation.id === current.id) choose(newConversation(current.context, current.tools));
   else showList();
 }
 
@@ -141,7 +170,7 @@ function keepCurrent() {
 
 function disableWhileRunning() {
   const busy = Boolean(running);
-  for (const id of ["new", "context", "file"]) at(id).disabled = busy;
+  for (const id of ["new", "context", "file", "tools"]) at(id).disabled = busy;
   for (const one of at("conversations").querySelectorAll("button")) one.disabled = busy;
   at("remove").disabled = busy || !at("context").value;
   at("retry").disabled = busy || !current.turns.length;
@@ -168,12 +197,10 @@ async function answer() {
   const messages = messagesOf(current);
   const turn = { role: "assistant", content: "", end: "failed", error: "the page was closed" }; // as kept if it is
   const shown = element("div", "turn assistant");
-  const text = element("div", "text");
-  const view = new MarkdownView(text);
+  const view = new AnswerView(shown);
   let frame = 0; // in which the text is drawn, however many pieces come before it
   let reason = null;
   let failure = null;
-  shown.append(text);
   at("turns").append(shown);
   current.turns.push(turn);
   const controller = new AbortController();
@@ -182,11 +209,12 @@ async function answer() {
   say("waiting");
   const draw = () => {
     frame = 0;
-    follow(shown, () => view.show(turn.content, true));
+    follow(shown, () => view.show(turn, true));
   };
   try {
     const body = { messages, stream: true, return_progress: true, timings_per_token: true };
     if (current.context) body.context = current.context;
+    if (current.tools?.length) body.tools = current.tools;
     const options = { method: "POST", body: JSON.stringify(body), signal: controller.signal };
     for await (const event of events(await call("v1/chat/completions", options))) {
       if (event.timings) {
@@ -197,10 +225,10 @@ async function answer() {
       if (event.prompt_progress) showReading(event.prompt_progress);
       const choice = event.choices?.[0];
       reason = choice?.finish_reason ?? reason;
-      if (!choice?.delta?.content) continue;
-      turn.content += choice.delta.content;
+      const grows = addDelta(turn, choice?.delta ?? {});
+      if (!grows) continue;
       frame ||= requestAnimationFrame(draw);
-      say("writing");
+      say(grows);
     }
     reason ??= "stop";
   } catch (error) {
@@ -214,13 +242,13 @@ async function answer() {
   cancelAnimationFrame(frame);
   showReading(null);
   follow(shown, () => {
-    view.show(turn.content);
+    view.show(turn);
     finishTurn(shown, turn);
   });
   keepCurrent();
   setRunning(null);
   showList();
-  at("question").focus();
+  (showResultFields() ?? at("question")).focus();
   if (turn.end !== "failed" && !at("model").textContent) connect();
 }
 
@@ -229,20 +257,21 @@ at("ask").addEventListener("submit", (event) => {
   const question = at("question").value.trim();
   if (!question || running) return;
   at("question").value = "";
-  const turn = { role: "user", content: question };
-  current.turns.push(turn);
-  showTurn(turn);
+  dropResultFields();
+  addTurn({ role: "user", content: question });
   showHint();
   sessionStorage.setItem("conversation", current.id);
   keepCurrent();
   answer();
 });
 
-at("question").addEventListener("keydown", (event) => {
+function sendOnEnter(event) {
   if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
   event.preventDefault();
-  at("ask").requestSubmit();
-});
+  event.currentTarget.form.requestSubmit();
+}
+
+at("question").addEventListener("keydown", sendOnEnter);
 
 document.addEventListener("keydown", (event) => {
   if (event.key === "Escape" && !document.querySelector("dialog[open]")) running?.abort();
@@ -259,9 +288,42 @@ at("retry").addEventListener("click", () => {
   answer();
 });
 
-at("new").addEventListener("click", () => choose(newConversation(current.context)));
+at("new").addEventListener("click", () => choose(newConversation(current.context, current.tools)));
 
 addEventListener("pagehide", keepCurrent);
+
+// Tools that the model may call.
+
+function showTools() {
+  const number = current.tools?.length;
+  at("tools").textContent = number ? `Tools (${number})` : "Tools";
+}
+
+function checkTools() {
+  let wrong = "";
+  try {
+    toolsOf(at("tools-given").value);
+  } catch (error) {
+    wrong = error.message;
+  }
+  at("tools-given").setCustomValidity(wrong); // the form then cannot be sent, and says why
+}
+
+at("tools").addEventListener("click", () => {
+  at("tools-given").value = current.tools?.length ? JSON.stringify(current.tools, null, 2) : "";
+  checkTools();
+  at("tools-dialog").returnValue = "";
+  at("tools-dialog").showModal();
+});
+
+at("tools-given").addEventListener("input", checkTools);
+
+at("tools-dialog").addEventListener("close", () => {
+  if (at("tools-dialog").returnValue !== "given") return;
+  current.tools = toolsOf(at("tools-given").value);
+  keepCurrent();
+  showTools();
+});
 
 // Texts: saved contexts of the server.
 
