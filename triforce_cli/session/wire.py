@@ -13,7 +13,7 @@ from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from reprlib import Repr
-from typing import Annotated, Any, Literal, TypeVar, get_type_hints
+from typing import Annotated, Any, Literal, LiteralString, TypeVar, get_type_hints
 
 from pydantic import (
     AfterValidator,
@@ -242,7 +242,7 @@ NEEDED: Any = Field(None, validate_default=True)
 """The default of a field that must be given. It is `None`, which the field's own check refuses."""
 
 
-def _refused(name: str, value: Any, refusal: str, kind: str = "unsupported_field") -> ValidationError:
+def _refused(name: str, value: Any, refusal: str, kind: LiteralString = "unsupported_field") -> ValidationError:
     """What is raised for a field that cannot be honoured, or of another `kind`, that is at fault."""
     error = PydanticCustomError(kind, "{refusal}", {"refusal": refusal})
     return ValidationError.from_exception_data(name, [{"type": error, "loc": (name,), "input": value}])
