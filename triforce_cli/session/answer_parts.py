@@ -104,7 +104,7 @@ class AnswerParts:
         self._text += text
         next(self._reading, None)
         found, self._new = self._new, []
-        return _joined(found)
+        return joined(found)
 
     def finish(self) -> list[Part]:
         """The rest, once nothing follows."""
@@ -318,7 +318,7 @@ def _value_of(text: str, schema: Any) -> Any:
         return text
 
 
-def _joined(parts: Sequence[Part]) -> list[Part]:
+def joined(parts: Sequence[Part]) -> list[Part]:
     """Parts of which neighbours of one kind, or of one call, are one."""
     found: list[Part] = []
     for part in parts:

@@ -315,7 +315,7 @@ def _whole(job: Job, pieces: Sequence[Piece], end: AnswerEnd) -> FinishedAnswer:
     wanted = job.request.top_logprobs is not None
     logprobs = [entry for piece in pieces for entry in piece.logprobs or ()] if wanted else None
     text, syntax = "".join(piece.text for piece in pieces), job.prompts[0].syntax
-    return FinishedAnswer(end.finish_reason, end.num_tokens, end.timings, text, logprobs, syntax)
+    return FinishedAnswer(end.finish_reason, end.stop, end.num_tokens, end.timings, text, logprobs, syntax)
 
 
 async def _saved(events: Events) -> Saved:
