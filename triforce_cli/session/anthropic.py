@@ -30,7 +30,6 @@ from .wire import (
     CalledFunction,
     ClientObject,
     Message,
-    Positive,
     Schema,
     Stops,
     TemplateArguments,
@@ -282,7 +281,7 @@ def _keeps_all(management: Any) -> bool:
     return isinstance(edits, list) and all(edit == keeping for edit in edits)
 
 
-class CountBody(AskingBody):
+class MessagesBody(AskingBody):
     """A question, and what was said before it."""
 
     messages: Annotated[list[GivenMessage], FailFast(), BeforeValidator(given_messages)] = NEEDED
@@ -311,7 +310,7 @@ class CountBody(AskingBody):
         return (*system, *_for_prompt(self.messages))
 
     @model_validator(mode="after")
-    def _agrees(self) -> CountBody:
+    def _agrees(self) -> MessagesBody:
         check_tools([one.name for one in self.tools], *self.tool_choice.as_openai, self.grammars)
         if self.messages[-1].role == "assistant":
             says = "messages ends with a message of assistant, and an answer cannot go on with its text here"
@@ -329,12 +328,6 @@ class CountBody(AskingBody):
         return "would change the answer and is not supported here; leave it out"
 
 
-class MessagesBody(CountBody):
-    """The same, to be answered."""
-
-    max_tokens: Positive
-
-
 def messages_request(
     body: dict[str, Any], endpoint: str, options: AnsweringOptions, models: Collection[str]
 ) -> AnswerRequest:
@@ -348,7 +341,9 @@ def messages_request(
     Raises:
         BodyError: a field is missing, impossible, or would change the answer and is not honoured.
     """
-    asked = validated(MessagesBody if endpoint == MESSAGES else CountBody, body)
+    asked = validated(MessagesBody, body)
+    if endpoint == MESSAGES and asked.max_tokens is None:
+        raise BodyError("max_tokens is missing; say how many tokens the answer may have", "max_tokens")
     if asked.model is not None:
         check_model(asked.model, models)
     tools = tuple(one.tool for one in asked.tools)

@@ -136,7 +136,7 @@ def test_an_answer_is_that_of_a_chat_with_the_same_messages(server):
         "tools": [{"type": "function", "function": described}],
     }
     drawn = {"temperature": 1, "seed": 5, "max_tokens": 30}
-    found, chat = ask(server, **theirs, **drawn).json, server.ask("POST", CHAT, {**ours, **drawn}).json
+    found, chat = ask(server, MESSAGES, **theirs, **drawn).json, server.ask("POST", CHAT, {**ours, **drawn}).json
     usage = found["usage"]
     assert usage["input_tokens"] + usage["cache_read_input_tokens"] == chat["usage"]["prompt_tokens"]
     assert found["content"] == [{"type": "text", "text": chat["choices"][0]["message"]["content"]}]
