@@ -10,6 +10,8 @@ from __future__ import annotations
 import json
 import secrets
 from collections.abc import Collection, Iterator, Sequence
+from contextlib import suppress
+from functools import partial
 from itertools import groupby
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -398,12 +400,14 @@ def _whole_block(part: Part) -> dict[str, Any]:
 
 
 def _arguments(text: str) -> dict[str, Any]:
-    """Those of a call; of one that was cut, what there is of them, as clients read it from a stream."""
-    try:
-        found = from_json(text, allow_partial=True) if text else {}
-    except ValueError:
-        return {}
-    return found if isinstance(found, dict) else {}
+    """Those of a call; of one that was cut, what there is of them, as clients read it from a stream. Models may write
+    what is no JSON, or has numbers or letters that JSON cannot have: then there are none."""
+    for read in (partial(json.loads, strict=False), partial(from_json, allow_partial=True)):
+        with suppress(ValueError, RecursionError):
+            found = read(text)
+            if isinstance(found, dict) and json.dumps(found, ensure_ascii=False, allow_nan=False).encode():
+                return found
+    return {}
 
 
 def ending(request: AnswerRequest, end: AnswerEnd, called: bool) -> dict[str, Any]:
