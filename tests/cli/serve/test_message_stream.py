@@ -3,6 +3,7 @@
 import asyncio
 import json
 import random
+from typing import Any
 
 import pytest
 from triforce.cli.options import AnsweringOptions
@@ -49,10 +50,11 @@ def streamed(pieces, reason="eos"):
     """The blocks of a stream, and its last events but one."""
     job = Job("me", lambda _: None, REQUEST, [Prompt([1] * 7, syntax=SYNTAX)])
     events = [*(Piece(0, piece) for piece in pieces), Complete(0, AnswerEnd(reason, None, 5, TIMINGS))]
+    given: Any = Given(events)
 
     async def read():
         stream = MessageStream(job, "tiny", 1.0, lambda error: {})
-        return [one async for one in stream.run(None, Given(events))]
+        return [one async for one in stream.run(None, given)]
 
     found, blocks = [json.loads(one.split(b"data: ")[1]) for one in asyncio.run(read())], []
     for event in found:
