@@ -247,4 +247,5 @@ def finished_answer(task: Task) -> FinishedAnswer:
     text = task.text
     logprobs = None if task.top_logprobs is None else text.described(task.sequence.logprobs)
     timings = Timings.of(task.sequence.statistics)
-    return FinishedAnswer(task.finish_reason, text.num_tokens, timings, text.text, logprobs, task.prompt.syntax)
+    said = text.text, logprobs, task.prompt.syntax
+    return FinishedAnswer(task.finish_reason, text.stop, text.num_tokens, timings, *said)

@@ -104,10 +104,10 @@ class Access:
 
     def _key_number(self, headers: Mapping[str, str]) -> int | None:
         """Which of the keys a request brings, if it brings one; compared with each, in the same time for all."""
-        scheme, _, given = headers.get("authorization", "").partition(" ")
-        if scheme.lower() != "bearer":
-            return None
-        same = [hmac.compare_digest(given.strip().encode(), key) for key in self.keys]
+        scheme, _, bearer = headers.get("authorization", "").partition(" ")
+        given = [bearer] if scheme.lower() == "bearer" else []
+        given += [headers["x-api-key"]] if "x-api-key" in headers else []
+        same = [sum(hmac.compare_digest(one.strip().encode(), key) for one in given) > 0 for key in self.keys]
         return same.index(True) if any(same) else None
 
     def _is_ours(self, name: str) -> bool:

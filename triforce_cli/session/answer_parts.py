@@ -104,7 +104,7 @@ class AnswerParts:
         self._text += text
         next(self._reading, None)
         found, self._new = self._new, []
-        return _joined(found)
+        return joined(found)
 
     def finish(self) -> list[Part]:
         """The rest, once nothing follows."""
@@ -324,7 +324,7 @@ _OF_PYTHON = {"True": True, "False": False, "None": None}
 """What templates make of such an argument of an earlier call, and models then write, too."""
 
 
-def _joined(parts: Sequence[Part]) -> list[Part]:
+def joined(parts: Sequence[Part]) -> list[Part]:
     """Parts of which neighbours of one kind, or of one call, are one."""
     found: list[Part] = []
     for part in parts:

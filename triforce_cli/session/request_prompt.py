@@ -18,7 +18,10 @@ from .calls import CallForm, Tool, call_grammar
 from .form import syntax_of
 from .prompt import Context, Exchange, Prompt, QuestionForm, encode_behind
 from .session import Task
-from .wire import CHAT, AnswerRequest, BodyError, Message
+from .wire import COMPLETION, AnswerRequest, BodyError, Message
+
+_THINKS = "enable_thinking"
+"""The variable by which chat templates are told whether answers begin with reasoning."""
 
 TIMES_POSITIONS = 4
 """So many times the model's positions the prompts of one request may have as tokens."""
@@ -67,7 +70,7 @@ def request_prompts(request: AnswerRequest, tokenizer: Tokenizer, config: ModelC
             context = Context.saved(request.context, tokenizer, config)
         except TriforceError as error:
             raise BodyError(str(error), "context", code="context_not_usable") from error
-    if request.endpoint == CHAT:
+    if request.endpoint != COMPLETION:
         return (_checked("messages", _message_prompt(request, context, tokenizer), request, config),)
     names = [f"prompt[{index}]" for index in range(len(request.prompts))] if len(request.prompts) > 1 else ["prompt"]
     prompts, tokens, most = [], 0, TIMES_POSITIONS * config.max_position_embeddings
@@ -134,6 +137,8 @@ def _message_prompt(request: AnswerRequest, context: Context | None, tokenizer: 
     """The prompt of messages. Where the user's first message has several parts, the first part is a text and the
     others are a question about it."""
     messages, arguments, name = request.messages, request.template_arguments, "chat_template_kwargs"
+    if request.thinks is not None and _THINKS in tokenizer.template_arguments:
+        arguments = {_THINKS: request.thinks, **arguments}
     try:
         tokenizer = tokenizer.with_arguments(arguments, name)
     except UsageError as error:

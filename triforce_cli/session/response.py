@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...offload.statistics import Statistics
-from .answer_parts import PLAIN, AnswerParts, AnswerSyntax, Call, Part
+from .answer_parts import PLAIN, AnswerParts, AnswerSyntax, Call, Part, joined
 from .logprobs import Entry, logprobs_field
 from .wire import CHAT, AnswerRequest, BodyError
 
@@ -55,6 +55,8 @@ class AnswerEnd:
 
     finish_reason: str
     """`eos`, `stop` (before one of the request's texts), `length` or `interrupted`."""
+    stop: str | None
+    """That text, if it ended before one."""
     num_tokens: int
     timings: Timings
 
@@ -107,9 +109,9 @@ def _message(answer: FinishedAnswer) -> dict[str, Any]:
 
 
 def parts_of(answer: FinishedAnswer) -> list[Part]:
-    """What it consists of."""
+    """What it consists of; neighbours differ in kind, or are calls."""
     reader = AnswerParts(answer.syntax)
-    return [*reader.add(answer.text), *reader.finish()]
+    return joined([*reader.add(answer.text), *reader.finish()])
 
 
 def call_field(call: Call, arguments: str) -> dict[str, Any]:

@@ -31,6 +31,10 @@ class StopTexts:
         starts = (text.find(stop, max(0, searched - len(stop))) for stop in self._texts)
         return min((start for start in starts if start >= 0), default=None)
 
+    def at(self, text: str, start: int) -> str:
+        """The shortest of them that stands there."""
+        return min((stop for stop in self._texts if text.startswith(stop, start)), key=len)
+
     def undecided(self, text: str) -> int:
         """How many letters at the end of `text` may turn out to be the beginning of one of them."""
         for index, stop in enumerate(self._texts):
@@ -78,6 +82,11 @@ class AnswerText:
     def stopped(self) -> bool:
         """Whether one of the stop texts is there: what follows is no part of the answer."""
         return self._stop_at is not None
+
+    @property
+    def stop(self) -> str | None:
+        """The stop text that is there; of several that begin at one place the shortest, which was complete first."""
+        return None if self._stop_at is None else self._stops.at(self._text, self._stop_at)
 
     @property
     def may_stop(self) -> bool:

@@ -1,4 +1,5 @@
-"""What clients send, in OpenAI's form: bodies of requests and lines of batch files, a class for each object.
+"""What clients send, in OpenAI's form: bodies of requests and lines of batch files, a class for each object. What
+bodies in Anthropic's form have in common with them is here too; the rest of that form is in anthropic.py.
 
 A field that would change the answer and is not honoured is refused by name, so that no answer is silently another one
 than was asked for. Null is as if left out. What is sent back is made in response.py.
@@ -36,6 +37,8 @@ from ..options import AnsweringOptions
 from .calls import AllowedCalls, Tool
 
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
+MESSAGES = "/v1/messages"
+"""In Anthropic's form: anthropic.py."""
 
 MAX_ANSWERS = 128
 """Of one request: `n`, as in OpenAI's form, times the prompts of a completion."""
@@ -99,7 +102,7 @@ class BodyError(TriforceError):
 # Kinds of values. What their checks raise is the rest of a sentence that begins with the field's name.
 
 
-def _of_whole_characters(text: str) -> str:
+def of_whole_characters(text: str) -> str:
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -113,16 +116,16 @@ def _encodable(most: int) -> AfterValidator:
     def check(given: dict[str, Any]) -> dict[str, Any]:
         if _depth(given, most) > most:
             raise ValueError(f"is nested too deeply; it can be {most} levels deep")
-        _of_whole_characters(json.dumps(given, ensure_ascii=False))
+        of_whole_characters(json.dumps(given, ensure_ascii=False))
         return given
 
     return AfterValidator(check)
 
 
-def _schema(given: Any) -> Any:
+def schema_of(given: Any) -> Any:
     found = given.get("schema") if isinstance(given, dict) else None
     if not isinstance(found, dict):
-        raise ValueError(f"has {_shown(found)} as schema; an object belongs there")
+        raise ValueError(f"has {shown(found)} as schema; an object belongs there")
     return found
 
 
@@ -150,12 +153,12 @@ def _between(least: int, most: int) -> AfterValidator:
 def _stops(given: Any) -> tuple[str, ...]:
     texts = [given] if isinstance(given, str) else given
     if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
-        raise ValueError(f"is {_shown(given)}; it must be a text or a list of texts")
+        raise ValueError(f"is {shown(given)}; it must be a text or a list of texts")
     if "" in texts:
         raise ValueError("has an empty text, which every answer would end before")
     if len(texts) > MAX_STOPS:
         raise ValueError(f"has {len(texts):,} texts; it can have {MAX_STOPS}")
-    longest = max((len(_of_whole_characters(text).encode()) for text in texts), default=0)
+    longest = max((len(of_whole_characters(text).encode()) for text in texts), default=0)
     if longest > MAX_STOP_BYTES:
         raise ValueError(f"has a text of {longest:,} bytes; it can have {MAX_STOP_BYTES:,}")
     return tuple(texts)
@@ -163,15 +166,15 @@ def _stops(given: Any) -> tuple[str, ...]:
 
 def _prompts(given: Any) -> tuple[str | list[int], ...]:
     if isinstance(given, str) or _are_tokens(given):
-        return (_of_whole_characters(given) if isinstance(given, str) else given,)
+        return (of_whole_characters(given) if isinstance(given, str) else given,)
     if isinstance(given, list) and given:
         if len(given) > MAX_ANSWERS:
             raise ValueError(f"has {len(given):,} prompts; a request can have {MAX_ANSWERS}, several requests more")
         if all(isinstance(one, str) for one in given):
-            return tuple(map(_of_whole_characters, given))
+            return tuple(map(of_whole_characters, given))
         if all(map(_are_tokens, given)):
             return tuple(given)
-    found = "missing" if given is None else _shown(given)
+    found = "missing" if given is None else shown(given)
     raise ValueError(f"is {found}; give a text or a list of token ids, or a list of texts, or of such lists")
 
 
@@ -179,7 +182,7 @@ def _are_tokens(given: Any) -> bool:
     return isinstance(given, list) and bool(given) and all(type(token) is int for token in given)
 
 
-def _messages(given: Any) -> list[Any]:
+def given_messages(given: Any) -> list[Any]:
     if isinstance(given, list) and given:
         return given
     raise ValueError("is missing or empty; give a list of {role, content}")
@@ -188,13 +191,13 @@ def _messages(given: Any) -> list[Any]:
 def _role(given: Any) -> str:
     roles = ("system", "developer", "user", "assistant", "tool")
     if given not in roles:
-        raise ValueError(f"is {_shown(given)}; it is one of {', '.join(roles)}")
+        raise ValueError(f"is {shown(given)}; it is one of {', '.join(roles)}")
     return "system" if given == "developer" else given
 
 
 def _tool_name(name: str) -> str:
     if not re.fullmatch(r"[\w.:/-]{1,128}", name, re.ASCII):
-        raise ValueError(f"is {_shown(name)}; it must be of 1 to 128 letters, digits and signs of _-.:/")
+        raise ValueError(f"is {shown(name)}; it must be of 1 to 128 letters, digits and signs of _-.:/")
     return name
 
 
@@ -205,7 +208,7 @@ def _tool_choice(given: Any) -> tuple[str, str]:
         return "named", named["name"]
     if not isinstance(given, str) or given not in ("auto", "none", "required"):
         function = '{"type": "function", "function": {"name": ...}}'
-        raise ValueError(f"is {_shown(given)}; it must be none, auto, required, or {function}")
+        raise ValueError(f"is {shown(given)}; it must be none, auto, required, or {function}")
     return given, ""
 
 
@@ -213,14 +216,14 @@ def _texts(given: Any) -> tuple[str, ...]:
     if isinstance(given, list):
         return tuple(part.text for part in _PARTS.validate_python(given))
     if not isinstance(given, str):
-        raise ValueError(f"is {_shown(given)}; it must be a text")
-    return (_of_whole_characters(given),)
+        raise ValueError(f"is {shown(given)}; it must be a text")
+    return (of_whole_characters(given),)
 
 
-def _shown(value: Any) -> str:
+def shown(value: Any) -> str:
     """A value in a message: as it is where it is short."""
     with suppress(RecursionError):  # of what is nested too deeply
-        if len(shown := _SHORT.repr(value)) <= 60 and "..." not in shown:
+        if len(short := _SHORT.repr(value)) <= 60 and "..." not in short:
             return repr(value)
     return f"a {type(value).__name__}"
 
@@ -231,7 +234,16 @@ for _limit in ("maxdict", "maxlist", "maxtuple", "maxset", "maxstring", "maxlong
     setattr(_SHORT, _limit, 62)
 
 
-Text = Annotated[str, AfterValidator(_of_whole_characters)]
+Text = Annotated[str, AfterValidator(of_whole_characters)]
+Texts = Annotated[tuple[str, ...], PlainValidator(_texts)]
+"""A text, or a list of its parts."""
+Stops = Annotated[tuple[str, ...], PlainValidator(_stops)]
+"""A text, or several, that the answer ends before."""
+ToolName = Annotated[Text, AfterValidator(_tool_name)]
+Schema = Annotated[dict[str, Any], _encodable(MAX_SCHEMA_DEPTH)]
+"""A JSON schema."""
+TemplateArguments = Annotated[dict[str, Any], _encodable(MAX_DEPTH)]
+"""Variables for the model's chat template."""
 Number = float | int
 """A number, shown in messages as the client wrote it: -1, not -1.0."""
 Whole = Annotated[int, BeforeValidator(_without_point)]
@@ -242,7 +254,7 @@ NEEDED: Any = Field(None, validate_default=True)
 """The default of a field that must be given. It is `None`, which the field's own check refuses."""
 
 
-def _refused(name: str, value: Any, refusal: str, kind: LiteralString = "unsupported_field") -> ValidationError:
+def refused(name: str, value: Any, refusal: str, kind: LiteralString = "unsupported_field") -> ValidationError:
     """What is raised for a field that cannot be honoured, or of another `kind`, that is at fault."""
     error = PydanticCustomError(kind, "{refusal}", {"refusal": refusal})
     return ValidationError.from_exception_data(name, [{"type": error, "loc": (name,), "input": value}])
@@ -256,11 +268,11 @@ class ClientObject(BaseModel, strict=True):
     def _refuse_unknown_fields(cls, given: Any) -> dict[str, Any]:
         """Drops nulls and fields without effect, and refuses every other field that the class does not declare."""
         if not isinstance(given, dict):
-            raise ValueError(f"is {_shown(given)}; it must be an object with {' and '.join(cls.model_fields)}")
+            raise ValueError(f"is {shown(given)}; it must be an object with {' and '.join(cls.model_fields)}")
         honoured = {name: one for name, one in given.items() if one is not None and not cls._is_neutral(name, one)}
         for name, value in honoured.items():
             if name not in cls.model_fields:
-                raise _refused(name, value, cls._refusal(name))
+                raise refused(name, value, cls._refusal(name))
         return honoured
 
     @classmethod
@@ -285,7 +297,7 @@ class TextPart(BaseModel, strict=True):
     def _is_text(cls, given: Any) -> Any:
         kind = given.get("type") if isinstance(given, dict) else given
         if kind != "text":
-            raise ValueError(f"is of type {_shown(kind)}; only text is supported")
+            raise ValueError(f"is of type {shown(kind)}; only text is supported")
         return given
 
 
@@ -321,8 +333,8 @@ class Message(ClientObject):
 
     role: Annotated[Literal["system", "user", "assistant", "tool"], BeforeValidator(_role)] = NEEDED
     """`developer` is another word for `system`."""
-    content: Annotated[tuple[str, ...], PlainValidator(_texts)] = NEEDED
-    """A text, or a list of its parts; none is needed beside calls."""
+    content: Texts = NEEDED
+    """None is needed beside calls."""
     reasoning_content: Text | None = None
     """Of `assistant`: what it wrote before its answer."""
     tool_calls: Annotated[list[ToolCall], FailFast()] = []
@@ -345,10 +357,10 @@ class Message(ClientObject):
             return given
         for name, owner in _OF_ROLES.items():
             if given.get(name) and given.get("role") != owner:
-                raise _refused(name, given[name], f"is not supported here but in messages of {owner}; leave it out")
+                raise refused(name, given[name], f"is not supported here but in messages of {owner}; leave it out")
         if given.get("role") == "tool" and given.get("tool_call_id") is None:
             says = "is missing; give the id of the call whose result the message is"
-            raise _refused("tool_call_id", None, says, "needed")
+            raise refused("tool_call_id", None, says, "needed")
         return given | {"content": ""} if given.get("content") is None and given.get("tool_calls") else given
 
     @classmethod
@@ -359,9 +371,9 @@ class Message(ClientObject):
 class FunctionOfTool(ClientObject):
     """What can be called."""
 
-    name: Annotated[Text, AfterValidator(_tool_name)]
+    name: ToolName
     description: Text | None = None
-    parameters: Annotated[dict[str, Any], _encodable(MAX_SCHEMA_DEPTH)] = {}
+    parameters: Schema = {}
     """The JSON schema of its arguments."""
     strict: bool = False
 
@@ -392,7 +404,7 @@ class ResponseFormat(ClientObject):
     """The form of an answer."""
 
     type: Literal["text", "json_object", "json_schema"] = NEEDED
-    json_schema: Annotated[dict[str, Any], BeforeValidator(_schema), _encodable(MAX_SCHEMA_DEPTH)] | None = None
+    json_schema: Annotated[dict[str, Any], BeforeValidator(schema_of), _encodable(MAX_SCHEMA_DEPTH)] | None = None
     """The schema that stands in it; what stands beside that (a name, whether it is strict) changes nothing here."""
 
     def as_grammar(self) -> Grammar | None:
@@ -408,16 +420,28 @@ class ResponseFormat(ClientObject):
         return self
 
 
-class AnswerBody(SamplingFields):
-    """What bodies for both endpoints have. What is absent is as the command's options say."""
+class AskingBody(SamplingFields):
+    """What bodies of all endpoints have. What is absent is as the command's options say."""
 
     model: Text | None = None
     """If given, the model that is loaded."""
     context: Text | None = None
     """The saved context that stands before it."""
     max_tokens: Positive | None = None
-    stop: Annotated[tuple[str, ...], PlainValidator(_stops)] = ()
-    """A text, or several, that the answer ends before."""
+
+    def sampling(self, defaults: Sampling) -> Sampling:
+        """How tokens are drawn; what is absent is as in `defaults`."""
+        try:
+            return replace(defaults, **{name: getattr(self, name) for name in self.model_fields_set & _SAMPLING.keys()})
+        except TriforceError as error:
+            name = str(error).partition(" is ")[0].replace("-", "_")
+            raise BodyError(str(error), name) from error
+
+
+class AnswerBody(AskingBody):
+    """What bodies of both endpoints in OpenAI's form have."""
+
+    stop: Stops = ()
     n: Annotated[Whole, _between(1, MAX_ANSWERS)] = 1
     """Answers to each prompt."""
     response_format: ResponseFormat | None = None
@@ -453,23 +477,14 @@ class AnswerBody(SamplingFields):
         without = f" or give {_NEUTRAL[name][0]!r}" if name in _NEUTRAL else ""
         return f"would change the answer and is not supported here; leave it out{without}"
 
-    def sampling(self, defaults: Sampling) -> Sampling:
-        """How tokens are drawn; what is absent is as in `defaults`."""
-        try:
-            return replace(defaults, **{name: getattr(self, name) for name in self.model_fields_set & _SAMPLING.keys()})
-        except TriforceError as error:
-            name = str(error).partition(" is ")[0].replace("-", "_")
-            raise BodyError(str(error), name) from error
-
 
 class ChatBody(AnswerBody):
     """A question, and what was said before it."""
 
-    messages: Annotated[list[Message], FailFast(), BeforeValidator(_messages)] = NEEDED
+    messages: Annotated[list[Message], FailFast(), BeforeValidator(given_messages)] = NEEDED
     max_completion_tokens: Positive | None = None
     """Another name for `max_tokens`."""
-    chat_template_kwargs: Annotated[dict[str, Any], _encodable(MAX_DEPTH)] = {}  # noqa: RUF012 - copied
-    """Variables for the model's chat template."""
+    chat_template_kwargs: TemplateArguments = {}  # noqa: RUF012 - copied
     tools: Annotated[list[GivenTool], FailFast()] = []  # noqa: RUF012 - copied
     tool_choice: Annotated[tuple[str, str], PlainValidator(_tool_choice)] = ("auto", "")
     parallel_tool_calls: bool = True
@@ -480,13 +495,7 @@ class ChatBody(AnswerBody):
     @property
     def allowed_calls(self) -> AllowedCalls | None:
         """`None`: it is about no tools."""
-        (choice, name), tools = self.tool_choice, tuple(one.tool for one in self.tools)
-        if not tools:
-            return None
-        if choice == "named":
-            return AllowedCalls(tuple(tool for tool in tools if tool.name == name), needed=True, several=False)
-        tools = () if choice == "none" else tools
-        return AllowedCalls(tools, needed=choice == "required", several=self.parallel_tool_calls)
+        return allowed_calls([one.tool for one in self.tools], *self.tool_choice, several=self.parallel_tool_calls)
 
     @model_validator(mode="after")
     def _agrees(self) -> ChatBody:
@@ -496,34 +505,63 @@ class ChatBody(AnswerBody):
             raise BodyError(says, "max_completion_tokens")
         if self.top_logprobs and not self.logprobs:
             raise BodyError("top_logprobs is for answers with logprobs: true", "top_logprobs")
-        self._check_tools()
-        return self
-
-    def _check_tools(self) -> None:
-        """Raises:
-        BodyError: tools, what is asked of them, and what messages say of them do not fit together.
-        """
-        names = [one.function.name for one in self.tools]
-        if len(set(names)) < len(names):
-            twice = Counter(names).most_common(1)[0][0]
-            raise BodyError(f"tools has two of the name {twice}", "tools")
-        choice, name = self.tool_choice
-        if choice == "named" and name not in names:
-            raise BodyError(f"tool_choice is {_shown(name)}, but no tool of tools has this name", "tool_choice")
-        if choice == "required" and not names:
-            raise BodyError("tool_choice asks for a call, but there are no tools", "tool_choice")
-        for field_name, grammar in self.grammars.items() if names else ():
-            if choice in ("named", "required"):
-                says = f"tool_choice asks for a call, and {field_name} for an answer in a form; give one of them"
-                raise BodyError(says, field_name)
-            if grammar.kind != "json_schema":
-                raise BodyError(f"{field_name} is for answers without tools; leave tools out, or it", field_name)
+        check_tools([one.function.name for one in self.tools], *self.tool_choice, self.grammars)
         called: set[str] = set()
         for index, message in enumerate(self.messages):
             called |= {call.id for call in message.tool_calls}
-            if message.role == "tool" and message.tool_call_id not in called:
-                says = f"is {_shown(message.tool_call_id)}, but no message before it has a call with this id"
-                raise BodyError(f"messages[{index}].tool_call_id {says}", f"messages[{index}].tool_call_id")
+            if message.role == "tool":
+                check_result(f"messages[{index}].tool_call_id", message.tool_call_id, called)
+        return self
+
+
+def allowed_calls(tools: Sequence[Tool], choice: str, name: str, *, several: bool) -> AllowedCalls | None:
+    """The calls that an answer may have; `None`: it is about no tools.
+
+    Args:
+        choice: `auto`, `none` or `required`; or `named`, with the `name` of a tool.
+        several: whether it may have more than one.
+    """
+    if not tools:
+        return None
+    if choice == "named":
+        return AllowedCalls(tuple(tool for tool in tools if tool.name == name), needed=True, several=False)
+    return AllowedCalls(() if choice == "none" else tuple(tools), needed=choice == "required", several=several)
+
+
+def check_tools(names: Sequence[str], choice: str, name: str, grammars: Mapping[str, Grammar]) -> None:
+    """Args:
+    names: of the tools.
+    choice, name: see `allowed_calls`.
+    grammars: see `AnswerBody.grammars`.
+
+    Raises:
+        BodyError: tools and what is asked of them do not fit together.
+    """
+    if len(set(names)) < len(names):
+        twice = Counter(names).most_common(1)[0][0]
+        raise BodyError(f"tools has two of the name {twice}", "tools")
+    if choice == "named" and name not in names:
+        raise BodyError(f"tool_choice is {shown(name)}, but no tool of tools has this name", "tool_choice")
+    if choice == "required" and not names:
+        raise BodyError("tool_choice asks for a call, but there are no tools", "tool_choice")
+    for field_name, grammar in grammars.items() if names else ():
+        if choice in ("named", "required"):
+            says = f"tool_choice asks for a call, and {field_name} for an answer in a form; give one of them"
+            raise BodyError(says, field_name)
+        if grammar.kind != "json_schema":
+            raise BodyError(f"{field_name} is for answers without tools; leave tools out, or it", field_name)
+
+
+def check_result(place: str, call_id: str | None, called: Collection[str]) -> None:
+    """Args:
+    place: the field that has the id of the call whose result it is.
+    called: ids of the calls before it.
+
+    Raises:
+        BodyError: there is no such call.
+    """
+    if call_id not in called:
+        raise BodyError(f"{place} is {shown(call_id)}, but no message before it has a call with this id", place)
 
 
 class CompletionBody(AnswerBody):
@@ -622,7 +660,7 @@ def _in_our_words(fault: ErrorDetails) -> BodyError:
     places = [place for place in fault["loc"] if place not in ("float", "int")]  # without the types of a number
     path = (f"[{place}]" if isinstance(place, int) else f".{place}" for place in places)
     name, kind = "".join(path).removeprefix("."), fault["type"]
-    about = {"given": _shown(fault["input"]), "other": fault["msg"], **fault.get("ctx", {})}
+    about = {"given": shown(fault["input"]), "other": fault["msg"], **fault.get("ctx", {})}
     says = _WORDS.get(kind, "{other}").format(**about)
     return BodyError(f"{name} {says}", name, code=kind if kind == "unsupported_field" else None)
 
@@ -636,7 +674,7 @@ def check_model(name: str, models: Collection[str]) -> None:
     if name not in models:
         names = " or ".join(map(repr, sorted(models)))
         raise BodyError(
-            f"model is {_shown(name)}, but {names} answers here; name that one, or none, or load the other",
+            f"model is {shown(name)}, but {names} answers here; name that one, or none, or load the other",
             "model", code="model_not_found", status=404,
         )  # fmt: skip
 
@@ -646,9 +684,9 @@ class AnswerRequest:
     """What a body asks for, checked but for the length of its prompt."""
 
     endpoint: str
-    """`CHAT` or `COMPLETION`."""
+    """`CHAT`, `COMPLETION` or `MESSAGES`."""
     messages: tuple[Message, ...]
-    """Of `CHAT`; at least one."""
+    """Of `CHAT` and `MESSAGES`; at least one."""
     prompts: tuple[str | list[int], ...]
     """Of `COMPLETION`; at least one: texts, or token ids."""
     context: str | None
@@ -663,6 +701,8 @@ class AnswerRequest:
     none at all."""
     template_arguments: Mapping[str, Any] = field(default_factory=dict)
     """Variables for the chat template, besides those of the command's options."""
+    thinks: bool | None = None
+    """Whether answers are to begin with reasoning, where the chat template can be told; `None`: it is not."""
     grammar: Grammar | None = None
     """The form that the answers are to have."""
     grammar_field: str | None = None

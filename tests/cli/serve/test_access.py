@@ -42,6 +42,10 @@ def test_a_key_comes_from_a_file_without_its_line_end(tmp_path):
     for wrong in ("Bearer secre", "Bearer secrett", "Bearer", "Basic secret", "secret", "Bearer ü"):
         assert refused(found, host="localhost", authorization=wrong) == 401
     assert refused(found, host="localhost") == 401
+    assert refused(found, host="localhost", x_api_key="secret") is None
+    assert refused(found, host="localhost", x_api_key="secret", authorization="Bearer other") is None
+    for wrong in ("", "secre", "Bearer secret", "ü"):
+        assert refused(found, host="localhost", x_api_key=wrong) == 401
     assert found.refusal("/health", {"host": "localhost"}, None) is None
 
 

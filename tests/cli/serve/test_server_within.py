@@ -85,7 +85,10 @@ def test_a_comment_keeps_a_silent_stream_alive(pair, monkeypatch):
     monkeypatch.setattr(Answering, "_begin", late)
     with serving_within(pair, limits={"keep_alive_s": 0.02, "first_event_s": 0.01}) as server:
         reply = server.complete(stream=True)
+        asked = {"messages": [{"role": "user", "content": "Why?"}], "max_tokens": 4, "stream": True}
+        message = server.ask("POST", "/v1/messages", asked)
     assert b"\n\n: keep-alive\n\n" in b"\n\n" + reply.body and reply.events[-1] == "[DONE]"
+    assert b'\n\nevent: ping\ndata: {"type":"ping"}\n\n' in message.body and b"keep-alive" not in message.body
 
 
 def test_a_comment_keeps_a_stream_alive_while_a_prompt_is_read(pair, monkeypatch):

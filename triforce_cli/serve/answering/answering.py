@@ -242,7 +242,9 @@ class Answering:
             self._metrics.add_text(s)
             work.send(Saved(s.prompt_tokens - s.reused_tokens, s.ttft_s))
         else:
-            work.send(Complete(task.number, AnswerEnd(task.finish_reason, task.text.num_tokens, Timings.of(s))))
+            text = task.text
+            end = AnswerEnd(task.finish_reason, text.stop, text.num_tokens, Timings.of(s))
+            work.send(Complete(task.number, end))
 
     def _send_progress(self, task: Task, share: float) -> None:
         """Says how much of a prompt is read."""

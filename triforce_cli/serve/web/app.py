@@ -17,22 +17,24 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from ....offload.contexts.manifest import ContextError
 from ....tp.errors import UsageError
 from ...contexts import describe, describe_all
+from ...session.anthropic import COUNT_TOKENS, message_body
 from ...session.response import AnswerEnd, FinishedAnswer, response_body
-from ...session.wire import CHAT, COMPLETION, BodyError, check_model
+from ...session.wire import CHAT, COMPLETION, MESSAGES, AnswerRequest, BodyError, Delivery, check_model
 from ..access import Access
 from ..answering.jobs import Complete, Event, Failed, Job, Piece, Saved, Upload, as_body_error
 from ..answering.metrics import Metrics
 from .connection import cut
 from .events import Events
 from .gate import GONE, Body, Gate, error_response, public_error
+from .message_stream import MessageStream
 from .page import PAGE, page_response
 from .service import Service
-from .streams import AnswerStream, reading_stream
+from .streams import AnswerStream, ChunkStream, reading_stream
 
 T = TypeVar("T")
 
 _MODELS, _CONTEXTS = "/v1/models", "/v1/contexts"
-_ROUTES = (*PAGE, "/health", "/metrics", _MODELS, CHAT, COMPLETION, _CONTEXTS)
+_ROUTES = (*PAGE, "/health", "/metrics", _MODELS, CHAT, COMPLETION, MESSAGES, COUNT_TOKENS, _CONTEXTS)
 _STREAM = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
 _STREAM_TYPE = "text/event-stream"
 
@@ -49,14 +51,16 @@ def make_app(service: Service, access: Access, metrics: Metrics, log: Callable[[
     app.get(_MODELS + "/{name:path}")(routes.model)
     app.post(CHAT)(routes.answer)
     app.post(COMPLETION)(routes.answer)
+    app.post(MESSAGES)(routes.answer)
+    app.post(COUNT_TOKENS)(routes.count_tokens)
     app.get(_CONTEXTS)(routes.list_contexts)
     app.post(_CONTEXTS)(routes.add_context)
     app.delete(_CONTEXTS + "/{name}")(routes.remove_context)
 
-    async def known(_: Request, error: Exception) -> Response:
+    async def known(request: Request, error: Exception) -> Response:
         if isinstance(error, HTTPException):
             error = BodyError(str(error.detail).lower(), code="invalid_request", status=error.status_code)
-        return error_response(as_body_error(error), service.hidden)
+        return error_response(as_body_error(error), service.hidden, request.scope["path"])
 
     async def nobody_waits(*_: object) -> Response:
         return Response(status_code=GONE)  # for the log
@@ -115,14 +119,32 @@ class Routes:
             collecting = _collect(job, events, service.limits.whole_bytes, body.hold_answer)
             answers = await self._until_gone(request, job, collecting)
             noted["new_tokens"] = sum(answer.num_tokens for answer in answers.values())
-            raw = await service.write(body.client, lambda: response_body(job.request, service.name, answers))
+            raw = await service.write(body.client, lambda: _answer_body(job.request, service.name, answers))
             return Response(raw, media_type="application/json")
-        stream = AnswerStream(job.request, job.prompts[0].syntax, service.name, delivery, service.limits.keep_alive_s)
+        stream = self._stream(job, delivery)
 
         def end() -> None:
             noted["new_tokens"] = stream.new_tokens
 
-        return await self._streamed(request, job, events, lambda first: stream.run(first, events, self._error), end)
+        return await self._streamed(request, job, events, lambda first: stream.run(first, events), end)
+
+    def _stream(self, job: Job, delivery: Delivery) -> AnswerStream:
+        service, endpoint = self._service, job.request.endpoint
+
+        def error_of(error: BodyError) -> dict[str, Any]:
+            return public_error(error, service.hidden, endpoint)
+
+        if endpoint == MESSAGES:
+            return MessageStream(job, service.name, service.limits.keep_alive_s, error_of)
+        return ChunkStream(job, service.name, delivery, service.limits.keep_alive_s, error_of)
+
+    async def count_tokens(self, request: Request) -> Response:
+        """The tokens that a message's prompt has."""
+        body = _body_of(request)
+        counting = self._service.count_tokens(await _read(request), request.url.path, body.client)
+        tokens = await self._until_gone(request, None, counting)
+        request.scope["triforce"]["prompt_tokens"] = tokens
+        return JSONResponse({"input_tokens": tokens})
 
     async def list_contexts(self, request: Request) -> Response:
         store = self._service.store
@@ -185,7 +207,7 @@ class Routes:
         return JSONResponse({"name": name, "deleted": True})
 
     def _error(self, error: BodyError) -> dict[str, Any]:
-        return public_error(error, self._service.hidden)
+        return public_error(error, self._service.hidden, _CONTEXTS)
 
     async def _streamed(
         self,
@@ -315,7 +337,14 @@ def _whole(job: Job, pieces: Sequence[Piece], end: AnswerEnd) -> FinishedAnswer:
     wanted = job.request.top_logprobs is not None
     logprobs = [entry for piece in pieces for entry in piece.logprobs or ()] if wanted else None
     text, syntax = "".join(piece.text for piece in pieces), job.prompts[0].syntax
-    return FinishedAnswer(end.finish_reason, end.num_tokens, end.timings, text, logprobs, syntax)
+    return FinishedAnswer(end.finish_reason, end.stop, end.num_tokens, end.timings, text, logprobs, syntax)
+
+
+def _answer_body(request: AnswerRequest, model: str, answers: dict[int, FinishedAnswer]) -> dict[str, Any]:
+    """Whole answers in the form of their endpoint."""
+    if request.endpoint == MESSAGES:
+        return message_body(request, model, answers[0])
+    return response_body(request, model, answers)
 
 
 async def _saved(events: Events) -> Saved:

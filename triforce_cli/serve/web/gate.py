@@ -1,5 +1,5 @@
-"""Around the routes: who may ask, how long a body may be, errors in OpenAI's form, and a line in the log for each
-request, which has nothing of what it says."""
+"""Around the routes: who may ask, how long a body may be, errors in the form of their endpoint, and a line in the log
+for each request, which has nothing of what it says."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from ...session.anthropic import ENDPOINTS, message_error
 from ...session.response import error_body
 from ...session.wire import CHAT, COMPLETION, BodyError
 from ..access import Access
@@ -176,7 +177,7 @@ class Gate:
         try:
             error = await self._answer(scope, partial(body.receive, receive), noting_send)
             if error is not None and status == GONE:
-                await error_response(error, self._hidden)(scope, receive, noting_send)
+                await error_response(error, self._hidden, scope["path"])(scope, receive, noting_send)
         finally:
             body.release()
             route = self._routes(scope["path"])
@@ -209,8 +210,8 @@ class Gate:
         return None
 
 
-def error_response(error: BodyError, hidden: Mapping[str, str]) -> JSONResponse:
-    """An error in OpenAI's form."""
+def error_response(error: BodyError, hidden: Mapping[str, str], path: str) -> JSONResponse:
+    """An error in the form of a path."""
     headers = dict(_HEADERS)
     if error.code in _RETRY_AFTER_S:
         headers["Retry-After"] = str(_RETRY_AFTER_S[error.code])
@@ -218,18 +219,18 @@ def error_response(error: BodyError, hidden: Mapping[str, str]) -> JSONResponse:
         headers["Connection"] = "close"
     if error.status == 401:
         headers["WWW-Authenticate"] = "Bearer"
-    return JSONResponse(public_error(error, hidden), error.status, headers)
+    return JSONResponse(public_error(error, hidden, path), error.status, headers)
 
 
-def public_error(error: BodyError, hidden: Mapping[str, str]) -> dict[str, Any]:
-    """The body of an error, without places on this machine."""
-    body = error_body(error)
+def public_error(error: BodyError, hidden: Mapping[str, str], path: str) -> dict[str, Any]:
+    """The body of an error in the form of a path, without places on this machine."""
+    body = message_error(error) if path in ENDPOINTS else error_body(error)
     body["error"]["message"] = without_paths(body["error"]["message"], hidden)
     return body
 
 
-_ENDPOINTS = (CHAT, COMPLETION)
-"""Those that messages name."""
+_NAMED = (CHAT, COMPLETION)
+"""Endpoints that messages name."""
 
 _QUOTED_PATH = re.compile(r"""(?<=(['"`]))/(?!/)[^'"`\n]+(?=\1)""")
 _PATH = re.compile(r"""(?<![\w./~-])/(?!/)[^\s'"`]*[^\s'"`.,;:!?)\]}>]""")
@@ -245,5 +246,5 @@ def without_paths(text: str, hidden: Mapping[str, str]) -> str:
             text = text.replace(f"{place}/", "/")
             text = re.sub(rf"{re.escape(place)}(?![\w-])", lambda _, word=word: word, text)
     for pattern in (_QUOTED_PATH, _PATH):
-        text = pattern.sub(lambda found: found[0] if found[0] in _ENDPOINTS else PurePosixPath(found[0]).name, text)
+        text = pattern.sub(lambda found: found[0] if found[0] in _NAMED else PurePosixPath(found[0]).name, text)
     return text

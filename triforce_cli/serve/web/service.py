@@ -16,6 +16,7 @@ from ....tp.errors import CapacityError, TriforceError
 from ....tp.model.config import ModelConfig
 from ....tp.weights.chat_template import Messages
 from ....tp.weights.tokenizer import Tokenizer
+from ...session.anthropic import ENDPOINTS, messages_request
 from ...session.prompt import Context, Prompt
 from ...session.request_prompt import TIMES_POSITIONS, request_prompts
 from ...session.source import checked, decoded
@@ -89,6 +90,20 @@ class Service:
         job = Job(client, events.send, request, prompts, *told)
         self._put(job)
         return job, events, delivery
+
+    async def count_tokens(self, raw: bytes, endpoint: str, client: str) -> int:
+        """Tokens of the prompt of a request, which is not put into the queue.
+
+        Raises:
+            BodyError: see `ask`.
+        """
+        self._check_ready()
+
+        def count(tokenizer: Tokenizer) -> int:
+            request, _ = self._checked(raw, endpoint)
+            return sum(len(one.token_ids) for one in request_prompts(request, tokenizer, self._config))
+
+        return await self._prepare(client, len(raw), count)
 
     async def upload(self, name: str, raw: bytes, client: str) -> tuple[Upload, Events]:
         """A text that is to be read and saved; `begin` has that done.
@@ -199,8 +214,11 @@ class Service:
         body = parsed(
             raw, self.limits.parts, self.limits.parts + TIMES_POSITIONS * self._config.max_position_embeddings
         )
-        delivery = {name: body.pop(name, None) for name in Delivery.model_fields}
-        return request_from_body(body, endpoint, self._options, self.models), validated(Delivery, delivery)
+        names, request = Delivery.model_fields, request_from_body
+        if endpoint in ENDPOINTS:
+            names, request = ("stream",), messages_request
+        delivery = {name: body.pop(name, None) for name in names}
+        return request(body, endpoint, self._options, self.models), validated(Delivery, delivery)
 
     def _prepare_grammar(self, prompt: Prompt, field: str | None) -> None:
         """Has the grammar of a request compiled here, where no running answer waits for it.
@@ -228,13 +246,19 @@ class Service:
         """Raises:
         BodyError: nothing can be answered now.
         """
+        self._check_ready()
+        if not self.queue.has_room(client):
+            raise queue_full()
+
+    def _check_ready(self) -> None:
+        """Raises:
+        BodyError: the model is not loaded yet, or the server ends.
+        """
         state = self.worker.state
         if state == "loading":
             raise BodyError("the model is being loaded; ask again later", code="loading", status=503)
         if state != "ready":
             raise self.worker.refusal()
-        if not self.queue.has_room(client):
-            raise queue_full()
 
     def _put(self, work: Job | Upload) -> None:
         if not self.queue.put(work):

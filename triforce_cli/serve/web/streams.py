@@ -1,27 +1,30 @@
-"""Server-sent events: an answer as it grows, in OpenAI's form, and how a text is read."""
+"""Server-sent events: an answer as it grows, and how a text is read. Those in Anthropic's form are in
+message_stream.py."""
 
 from __future__ import annotations
 
 import json
+from abc import ABC, abstractmethod
 from collections import Counter, defaultdict
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from typing import Any
 
 from ....tp.errors import TriforceError
-from ...session.answer_parts import AnswerParts, AnswerSyntax, Part
+from ...session.answer_parts import AnswerParts, Part
 from ...session.logprobs import logprobs_field
 from ...session.response import AnswerEnd, call_field, cost_of, finish_reason_of, response_head, timings
-from ...session.wire import CHAT, AnswerRequest, BodyError, Delivery
-from ..answering.jobs import Complete, Event, Failed, Piece, Progress, Saved, as_body_error
+from ...session.wire import CHAT, BodyError, Delivery
+from ..answering.jobs import Complete, Event, Failed, Job, Piece, Progress, Saved, as_body_error
 from .events import Events
 
 DONE = b"data: [DONE]\n\n"
-_KEEP_ALIVE = b": keep-alive\n\n"
+KEEP_ALIVE = b": keep-alive\n\n"
 
 
-def sse(data: Any) -> bytes:
-    """One event."""
-    return b"data: " + json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+def sse(data: Any, name: str | None = None) -> bytes:
+    """One event. `name` is its kind, where it has one."""
+    begin = f"event: {name}\n" if name else ""
+    return f"{begin}data: {json.dumps(data, ensure_ascii=False, separators=(',', ':'))}\n\n".encode()
 
 
 def progress_body(event: Progress) -> dict[str, Any]:
@@ -34,75 +37,138 @@ def progress_body(event: Progress) -> dict[str, Any]:
     }
 
 
-class AnswerStream:
-    """The chunks of one request's answers."""
+class AnswerStream(ABC):
+    """The events of one request's answers. What each of them looks like is for a class of each form."""
 
-    def __init__(
-        self, request: AnswerRequest, syntax: AnswerSyntax, model: str, delivery: Delivery, keep_alive_s: float
-    ) -> None:
+    keep_alive: bytes
+    """What goes out where nothing else does."""
+
+    def __init__(self, job: Job, keep_alive_s: float, error_of: Callable[[BodyError], dict[str, Any]]) -> None:
         """Args:
-        syntax: how the answers are to be read.
-        model: its name.
-        keep_alive_s: after so long a comment goes out where nothing else does.
+        keep_alive_s: after so long `keep_alive` goes out.
+        error_of: the body of an error.
         """
-        self._keep_alive_s = keep_alive_s
-        self._request, self._chat, self._delivery = request, request.endpoint == CHAT, delivery
-        self._same = response_head(request, model, streamed=True)
+        self._request, self._keep_alive_s, self._error_of = job.request, keep_alive_s, error_of
+        syntax = job.prompts[0].syntax
         self._parts = defaultdict[int, AnswerParts](lambda: AnswerParts(syntax))
-        self._called: Counter[int] = Counter()  # of each answer: calls whose names were sent
         self._answers: dict[int, AnswerEnd] = {}
-        self._offsets: dict[int, int] = {}  # of each answer: length of the tokens whose logprobs were sent
 
-    async def run(
-        self, first: Event | None, events: Events, error_of: Callable[[BodyError], dict[str, Any]]
-    ) -> AsyncIterator[bytes]:
+    async def run(self, first: Event | None, events: Events) -> AsyncIterator[bytes]:
         """Until all answers are complete, or an error, which is then the last event.
 
         Args: `first` is an event that has come already, or `None`.
         """
-        if self._chat:
-            for number in range(self._request.answers):
-                yield self._chunk(number, {"role": "assistant", "content": ""})
+        for one in self._begin():
+            yield one
         event = first or await events.next(self._keep_alive_s)
         while True:
-            if event is None:
-                yield _KEEP_ALIVE
-            elif isinstance(event, Failed):
-                yield sse(error_of(event.error))
+            if isinstance(event, Failed):
+                yield self._error(event.error)
                 return
-            elif isinstance(event, Progress):
-                yield self._chunk(event.number, {} if self._chat else "", prompt_progress=progress_body(event))
-            elif isinstance(event, Piece):
-                for chunk in self._piece(event):
-                    yield chunk
-            elif isinstance(event, Complete):
-                self._answers[event.number] = event.end
-                for part in self._parts[event.number].finish():
-                    yield self._chunk(event.number, self._said(event.number, part))
-                yield self._end(event)
-                if len(self._answers) == self._request.answers:
-                    break
+            for one in self._events(event):
+                yield one
+            if self._is_whole:
+                break
             event = await events.next(self._keep_alive_s)
-        if self._delivery.stream_options.include_usage:
-            cost = cost_of(self._request, self._answers)
-            yield sse({**self._same, "choices": [], **cost})
-        yield DONE
+        for one in self._end():
+            yield one
 
     @property
     def new_tokens(self) -> int:
         """Of the answers that are complete."""
         return sum(answer.num_tokens for answer in self._answers.values())
 
-    def _piece(self, piece: Piece) -> Iterator[bytes]:
+    @property
+    def _is_whole(self) -> bool:
+        return len(self._answers) == self._request.answers
+
+    def _events(self, event: Event | None) -> Iterator[bytes]:
+        if event is None:
+            yield self.keep_alive
+        elif isinstance(event, Progress):
+            yield from self._progress(event)
+        elif isinstance(event, Piece):
+            yield from self._piece(event, self._parts[event.number].add(event.text))
+        elif isinstance(event, Complete):
+            self._answers[event.number] = event.end
+            yield from self._complete(event, self._parts[event.number].finish())
+
+    @abstractmethod
+    def _begin(self) -> Iterator[bytes]:
+        """Before all answers."""
+
+    @abstractmethod
+    def _progress(self, event: Progress) -> Iterator[bytes]: ...
+
+    @abstractmethod
+    def _piece(self, piece: Piece, parts: Sequence[Part]) -> Iterator[bytes]:
+        """Args: `parts` is what it brings."""
+
+    @abstractmethod
+    def _complete(self, event: Complete, parts: Sequence[Part]) -> Iterator[bytes]:
+        """Args: `parts` is what was held back of the answer."""
+
+    @abstractmethod
+    def _end(self) -> Iterator[bytes]:
+        """Behind all answers."""
+
+    @abstractmethod
+    def _error(self, error: BodyError) -> bytes: ...
+
+
+class ChunkStream(AnswerStream):
+    """Chunks, in OpenAI's form."""
+
+    keep_alive = KEEP_ALIVE
+
+    def __init__(
+        self,
+        job: Job,
+        model: str,
+        delivery: Delivery,
+        keep_alive_s: float,
+        error_of: Callable[[BodyError], dict[str, Any]],
+    ) -> None:
+        """Args: `model` is its name."""
+        super().__init__(job, keep_alive_s, error_of)
+        self._chat, self._delivery = job.request.endpoint == CHAT, delivery
+        self._same = response_head(job.request, model, streamed=True)
+        self._called: Counter[int] = Counter()  # of each answer: calls whose names were sent
+        self._offsets: dict[int, int] = {}  # of each answer: length of the tokens whose logprobs were sent
+
+    def _begin(self) -> Iterator[bytes]:
+        for number in range(self._request.answers if self._chat else 0):
+            yield self._chunk(number, {"role": "assistant", "content": ""})
+
+    def _progress(self, event: Progress) -> Iterator[bytes]:
+        yield self._chunk(event.number, {} if self._chat else "", prompt_progress=progress_body(event))
+
+    def _piece(self, piece: Piece, parts: Sequence[Part]) -> Iterator[bytes]:
         """A chunk for each part that goes on. What is told of the piece's tokens comes with the last one, or alone."""
         more: dict[str, Any] = {"logprobs": self._logprobs(piece)}
         if piece.timings:
             more["timings"] = timings([piece.timings], [piece.timings])
-        said = [self._said(piece.number, part) for part in self._parts[piece.number].add(piece.text)]
+        said = [self._said(piece.number, part) for part in parts]
         if not said and (piece.logprobs or piece.timings):
             said = [{} if self._chat else ""]
         for index, one in enumerate(said):
             yield self._chunk(piece.number, one, **(more if index == len(said) - 1 else {}))
+
+    def _complete(self, event: Complete, parts: Sequence[Part]) -> Iterator[bytes]:
+        for part in parts:
+            yield self._chunk(event.number, self._said(event.number, part))
+        more = {"timings": cost_of(self._request, self._answers)["timings"]} if self._is_whole else {}
+        reason = finish_reason_of(event.end, self._called[event.number] > 0)
+        yield self._chunk(event.number, {} if self._chat else "", reason, **more)
+
+    def _end(self) -> Iterator[bytes]:
+        if self._delivery.stream_options.include_usage:
+            cost = cost_of(self._request, self._answers)
+            yield sse({**self._same, "choices": [], **cost})
+        yield DONE
+
+    def _error(self, error: BodyError) -> bytes:
+        return sse(self._error_of(error))
 
     def _said(self, number: int, part: Part) -> dict[str, Any] | str:
         if not self._chat:
@@ -115,12 +181,6 @@ class AnswerStream:
             field |= call_field(part.call, part.text)
             self._called[number] = index + 1
         return {"tool_calls": [field]}
-
-    def _end(self, event: Complete) -> bytes:
-        whole = len(self._answers) == self._request.answers
-        more = {"timings": cost_of(self._request, self._answers)["timings"]} if whole else {}
-        reason = finish_reason_of(event.end, self._called[event.number] > 0)
-        return self._chunk(event.number, {} if self._chat else "", reason, **more)
 
     def _logprobs(self, piece: Piece) -> dict[str, Any] | None:
         offset = self._offsets.get(piece.number, 0)
@@ -152,7 +212,7 @@ async def reading_stream(
     event = first or await events.next(keep_alive_s)
     while True:
         if event is None:
-            yield _KEEP_ALIVE
+            yield KEEP_ALIVE
         elif isinstance(event, Progress):
             yield sse({"prompt_progress": progress_body(event)})
         elif isinstance(event, Failed):
