@@ -132,6 +132,16 @@ def test_an_answer_without_either_is_shown_as_it_is():
     assert read(PLAIN, [" <think> ", "<tool_call> "]) == ("", " <think> <tool_call> ", [])
 
 
+def test_half_a_character_is_sent_to_nobody():
+    for text in (
+        '<tool_call>{"name": "a\\ud83d", "arguments": {"b": "\\ud83d"}}</tool_call>',
+        '<tool_call>{"arguments": {"b": "\\ud83d"}, "name": "a\\ud83d"}</tool_call>',
+        '<tool_call>{"arguments": "\\ud83d", "name": "a"}</tool_call>',
+    ):
+        _, _, [(name, arguments)] = read(AnswerSyntax(None, CallForm("json")), [text])
+        assert name.encode() in (b"a?", b"a") and arguments.encode()
+
+
 def test_arguments_are_streamed():
     reader = AnswerParts(AnswerSyntax(None, CallForm("json"), TOOLS))
     first = reader.add('<tool_call>{"name": "find", "arguments": {"text": "ab')

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -152,11 +152,11 @@ VOCABULARIES = {
 """Without `is_trained`, ids of control tokens lie behind the model's, as with Llama 3 and Qwen."""
 
 
-def expected_ids(vocabulary: Vocabulary, saved: Path, messages: Sequence[Mapping[str, str]]) -> list[int]:
+def expected_ids(vocabulary: Vocabulary, saved: Path, messages: Sequence[tuple[str, str]]) -> list[int]:
     """The ids of messages: the template's own control tokens, and plain text between them."""
     tokenizer = Tokenizer.from_file(str(saved / "tokenizer.json"))
-    words = {f"zq{number}qz": one["content"] for number, one in enumerate(messages)}
-    given = [{"role": one["role"], "content": word} for one, word in zip(messages, words, strict=True)]
+    words = {f"zq{number}qz": content for number, (_, content) in enumerate(messages)}
+    given = [{"role": role, "content": word} for (role, _), word in zip(messages, words, strict=True)]
     named = {"bos_token": vocabulary.control[0], "eos_token": vocabulary.control[1]}
     template = jinja2.Environment(trim_blocks=True, lstrip_blocks=True).from_string(vocabulary.template)
     rendered = template.render(messages=given, add_generation_prompt=True, **named)

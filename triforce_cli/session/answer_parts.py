@@ -260,7 +260,7 @@ class AnswerParts:
         if not isinstance(name, str) or (known is not None and name not in known):
             return False
         arguments = given.get("arguments", given.get("parameters", {}))
-        written = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+        written = arguments.encode(errors="replace").decode() if isinstance(arguments, str) else _as_json(arguments)
         self._new.append(Part("call", written, self._begin_call(name)))
         return True
 
@@ -272,13 +272,13 @@ class AnswerParts:
         tool = self._syntax.tools.get(found[1])
         schemas = tool.parameters.get("properties", {}) if tool else {}
         given = {name: _value_of(value, schemas.get(name)) for name, value in _PARAMETER.findall(text, found.end())}
-        self._new.append(Part("call", json.dumps(given, ensure_ascii=False), self._begin_call(found[1])))
+        self._new.append(Part("call", _as_json(given), self._begin_call(found[1])))
         return True
 
     # What is said.
 
     def _begin_call(self, name: str) -> Call:
-        call = Call(self.num_calls, name)
+        call = Call(self.num_calls, name.encode(errors="replace").decode())
         self.num_calls += 1
         self._new.append(Part("call", "", call))
         return call
@@ -300,6 +300,12 @@ class AnswerParts:
 
 _IN_TEXT, _BETWEEN = re.compile(r'["\\]'), re.compile(r'["{}\[\]]')
 """What matters within a text of JSON, and outside."""
+
+
+def _as_json(value: Any) -> str:
+    """Where a model has spelled half a character, as it did."""
+    text = json.dumps(value, ensure_ascii=False)
+    return text if text.isascii() or text == text.encode(errors="replace").decode() else json.dumps(value)
 
 
 def _begun(text: str, mark: str, start: int) -> int:
