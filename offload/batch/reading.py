@@ -3,7 +3,7 @@ rounds of other sequences may go on."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TypeVar
@@ -21,7 +21,7 @@ from ..speculation.distribution import check_finite
 from ..speculation.sampler import distributions, draw
 from ..speculation.sequence import forbid
 from ..system import THIS_MACHINE, System
-from .sequence import BatchSequence
+from .sequence import ActiveSequence, BatchSequence
 
 T = TypeVar("T")
 
@@ -193,6 +193,45 @@ def slices_of(
             saved.save(full)
             yield True
     return logits
+
+
+def slices_together(
+    read: Callable[[Sequence[ActiveSequence]], Tensor],
+    target: Decoder,
+    sequences: Sequence[BatchSequence],
+    report: Callable[[BatchSequence, float], None],
+    system: System = THIS_MACHINE,
+) -> list[Generator[bool, None, Tensor]]:
+    """`slices_of` each of several sequences whose prompts are computed in one pass. The slices of the first one must
+    come first: they compute those of all. Where that fails, each of the others is computed by itself.
+
+    Args:
+        read: computes the pass; see `Tier.read`.
+        report: called with each sequence once its prompt is computed.
+
+    Raises:
+        ReadingError: as `slices_of` does.
+    """
+    found: list[Tensor] = []
+
+    def of_first() -> Generator[bool, None, Tensor]:
+        opened = [sequence.active for sequence in sequences]
+        for one in opened:
+            for _ in one.saved.begin(one.full) if one.saved else ():
+                yield False
+        found.extend(on_all_ranks(target, system, lambda: read(opened).clone()).split(1))
+        for sequence in sequences:
+            report(sequence, 1.0)
+        return found[0]
+
+    def of_other(number: int, sequence: BatchSequence) -> Generator[bool, None, Tensor]:
+        if not found:
+            sequence.active.full.break_off()
+            return (yield from slices_of(target, sequence, partial(report, sequence), system))
+        return found[number]
+
+    first, *others = sequences
+    return [of_first(), *(of_other(number, one) for number, one in enumerate(others, 1))]
 
 
 def _pausing(go_on: Callable[[], Tensor | None], full: FullCache, tokens: int) -> Generator[bool, None, Tensor]:

@@ -28,7 +28,7 @@ from ..speculation.tiers import Tier
 from ..statistics import Statistics
 from ..system import THIS_MACHINE, System
 from ..transfer.link import Traffic
-from .reading import Reading, ReadingError, on_all_ranks, slices_of
+from .reading import Reading, ReadingError, on_all_ranks, slices_of, slices_together
 from .request import RunOrder
 from .sequence import BatchSequence, Round, kv_bytes_of
 from .sequence_setup import SequenceSetup
@@ -95,6 +95,7 @@ class Run(Iterator[Event]):
         self._joining: list[BatchSequence] = []  # on rank 0
         self._short_of_memory = False  # since no sequence has left
         self._reading: Reading | None = None  # the prompt whose next slices come after the next round
+        self._read_with_it: list[Reading] = []  # those that are computed in the same pass
         self._read_until = self._system.clock()  # when a prompt was read last: that is no time of decoding
         self.live = [BatchSequence(one, self._read_until) for one in order.orders]
         """The sequences that have not ended, and perhaps some that just have."""
@@ -222,7 +223,8 @@ class Run(Iterator[Event]):
 
     def _open(self, sequence: BatchSequence) -> None:
         waiting = self._waiting()[: self._most]
-        self._setup.open(sequence, self._running(), waiting, reuse=self._reuse, on_memory=self._on_memory)
+        opened = [one for one in self.live if one.active_or_none and one.state != "ended"]
+        self._setup.open(sequence, opened, waiting, reuse=self._reuse, on_memory=self._on_memory)
         self._reuse = None  # it is of the run before
 
     def _running(self) -> list[BatchSequence]:
@@ -269,8 +271,9 @@ class Run(Iterator[Event]):
                     ending.callback(self._finish_saving, sequence, together=whole)
                 if self.tiers:  # what was captured of sequences together does not outlive them
                     ending.callback(self.tiers[0].drop_joined)
-                if self._reading:
-                    reading, self._reading = self._reading, None  # which refers to this run
+                readings = [self._reading, *self._read_with_it]
+                self._reading, self._read_with_it = None, []  # which refer to this run
+                for reading in filter(None, readings):
                     ending.callback(reading.close, keeps=whole or not self.broken)
 
     def _ends_now(self) -> bool:
@@ -340,27 +343,48 @@ class Run(Iterator[Event]):
                 yield from self._let_go()
 
     def _begins_next(self) -> bool:
-        """Opens the next sequence that waits, if one fits; whether its prompt is to be read now."""
+        """Opens the next sequence that waits, if one fits; whether its prompt is to be read now. Those that wait behind
+        it are read with it, as many as fit into one pass."""
+        if self._read_with_it:
+            self._reading = self._read_with_it.pop(0)
+            return True
+        together: list[BatchSequence] = []
+        while not together or self._setup.reads_in_one_pass(together):
+            sequence = self._next_opened(beside=len(together))
+            if sequence is None or (together and not self._setup.reads_in_one_pass([*together, sequence])):
+                break
+            self._setup.make_room(self._running(), sequence)
+            sequence.state, sequence.waits_for = "reading", None
+            together.append(sequence)
+        if len(together) > 1:
+            slices = slices_together(self.tiers[0].read, self._target, together, self._read, self._system)
+        else:
+            slices = [slices_of(self._target, one, partial(self._read, one), self._system) for one in together]
+        self._read_with_it = [Reading(*one, self._system) for one in zip(together, slices, strict=True)]
+        self._reading = self._read_with_it.pop(0) if together else None
+        return bool(together)
+
+    def _next_opened(self, beside: int) -> BatchSequence | None:
+        """The next sequence that waits, opened; `None` where none fits.
+
+        Args: `beside` is how many are to be read, beside those that run.
+        """
         for sequence in self._waiting():
-            others = len(self._running())
+            others = len(self._running()) + beside
             if others >= self._most:
                 sequence.waits_for = f"{others} sequences are decoded together; --max-sequences raises that"
                 continue
             if self._short_of_memory and others:
-                return False
+                return None
             if others and self._setup.rotates_otherwise(sequence):
                 sequence.waits_for = "dynamic RoPE rotates its keys otherwise than those of others, by its length"
-                return False
+                return None
             if sequence.active_or_none is None and not self._opens(sequence, others):
                 if sequence.state == "waiting":
-                    return False  # those behind it wait too, or it might wait for ever
+                    return None  # those behind it wait too, or it might wait for ever
                 continue
-            self._setup.make_room(self._running(), sequence)
-            sequence.state, sequence.waits_for = "reading", None
-            slices = slices_of(self._target, sequence, partial(self._read, sequence), self._system)
-            self._reading = Reading(sequence, slices, self._system)
-            return True
-        return False
+            return sequence
+        return None
 
     def _read(self, sequence: BatchSequence, share: float) -> None:
         """Takes note of a share of a prompt that is read."""

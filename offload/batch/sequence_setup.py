@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ...kernels.selection import STEP_ROWS
 from ...tp.decoder import Decoder
 from ...tp.devices import device_name
 from ...tp.errors import CapacityError, UsageError
@@ -193,6 +194,16 @@ class SequenceSetup:
         sequence.active_or_none = self._activated(sequence, full, plan, matcher)
         models.kept.others.add(sequence.active_or_none)
         sequence.statistics = replace(sequence.statistics, reused_tokens=full.length)
+
+    def reads_in_one_pass(self, sequences: Sequence[BatchSequence]) -> bool:
+        """Whether what is left to be read of these sequences, which are opened, can be computed in one pass, each row
+        as it is by itself."""
+        target = self.target
+        if target.device.type != "cpu" or self._models.padded or target.part.linear or not target.rows_are_independent:
+            return False
+        opened = [sequence.active for sequence in sequences]
+        rows = sum(len(one.context) - one.full.length for one in opened)
+        return rows <= STEP_ROWS and not any(one.saved and one.saved.has_work(one.full) for one in opened)
 
     def make_room(self, running: Sequence[BatchSequence], reading: BatchSequence | None = None) -> None:
         """Has keys and values leave a GPU for host memory, where room is planned for them there, if others have taken

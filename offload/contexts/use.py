@@ -62,6 +62,10 @@ class ContextUse:
         """The context that the run starts from."""
         return self.prefix.name if self.prefix and self.restored else None
 
+    def has_work(self, full: FullCache) -> bool:
+        """Whether `begin` restores anything, or prepares to save."""
+        return self._order is not None or (self.prefix is not None and not full.length)
+
     def begin(self, full: FullCache) -> Generator[None, None, None]:
         """Restores what is saved into `full`, as far as it is undamaged, where that is empty; and prepares to save.
         Every rank iterates over it; a single one can do other things on the way, while threads go on with it.

@@ -133,6 +133,13 @@ class Tier:
             sequence.rated[self.name] = rated[i]
         return emitted
 
+    def read(self, sequences: Sequence[TokenSequence]) -> Tensor:
+        """One pass over the tokens of each context that this tier's caches lack, at least one: the logits
+        `[sequences, vocab]` of what follows. Of several sequences they are at most `STEP_ROWS` together."""
+        pending = [self._pending(sequence) for sequence in sequences]
+        counts = [len(tokens) for tokens in pending]
+        return self._logits(sequences, self._concatenated(pending), counts, [1] * len(sequences))
+
     def rollback(self, sequence: TokenSequence, length: int) -> None:
         """Rolls the sequence's caches of this tier and those below back to its first `length` tokens, if they hold
         more."""
