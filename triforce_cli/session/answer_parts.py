@@ -47,6 +47,8 @@ class Part:
     text: str
     """In addition to what came of it before; of a call: of its arguments, which are JSON."""
     call: Call | None = None
+    begins: bool = False
+    """Whether it is the first of its call."""
 
 
 @dataclass(frozen=True)
@@ -304,7 +306,7 @@ class AnswerParts:
     def _begin_call(self, name: str) -> Call:
         call = Call(self.num_calls, name.encode(errors="replace").decode())
         self.num_calls += 1
-        self._new.append(Part("call", "", call))
+        self._new.append(Part("call", "", call, begins=True))
         return call
 
     def _say(self, kind: Literal["reasoning", "content"], text: str) -> None:
@@ -385,7 +387,7 @@ def joined(parts: Sequence[Part]) -> list[Part]:
     found: list[Part] = []
     for part in parts:
         if found and (found[-1].kind, found[-1].call) == (part.kind, part.call):
-            found[-1] = replace(part, text=found[-1].text + part.text)
+            found[-1] = replace(found[-1], text=found[-1].text + part.text)
         else:
             found.append(part)
     return found

@@ -68,6 +68,17 @@ class AllowedCalls:
         """Whether only a grammar ensures that."""
         return self.needed or not self.several or not self.tools or any(tool.strict for tool in self.tools)
 
+    def check(self) -> None:
+        """Raises:
+        GrammarError: the schema of a tool cannot be followed; the message says which one, and where in it.
+        """
+        for tool in self.tools:
+            if self.needed or tool.strict:
+                try:
+                    Grammar("json_schema", json.dumps(tool.parameters)).check()
+                except GrammarError as error:
+                    raise GrammarError(f"{tool.name}: {error}") from error
+
 
 @dataclass(frozen=True)
 class CallForm:
@@ -83,7 +94,7 @@ class CallForm:
             return cls("named" if ARGS in template else "list")
         if OPENS in template and "<function=" in template:
             return cls("xml")
-        if OPENS in template and '"arguments"' in template:
+        if OPENS in template and "<arg_key>" not in template:  # as GLM has it
             return cls("json")
         return cls("bare") if '"parameters"' in template and '"name"' in template else None
 
@@ -230,7 +241,8 @@ def _xml_call(index: int, tool: Tool, of_schema: bool) -> dict[str, str]:
     end, written = json.dumps(line_end), list[str]()
     rules = {"VALUE": f"{_up_to(line_end)} {end}"}
     shared = {key: tool.parameters[key] for key in ("$defs", "definitions") if key in tool.parameters}
-    required, num_bytes = tool.parameters.get("required", ()), 0
+    required, num_bytes = tool.parameters.get("required"), 0
+    required = required if isinstance(required, list) else ()
     for number, (name, given) in enumerate(tool.properties.items()):
         schema = given if isinstance(given, dict) else {}
         value, begin = "VALUE", json.dumps(f"<parameter={name}>\n")
