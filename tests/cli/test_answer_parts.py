@@ -2,6 +2,7 @@
 
 import json
 import random
+import time
 
 import pytest
 from triforce.cli.session.answer_parts import PLAIN, AnswerParts, AnswerSyntax
@@ -14,6 +15,7 @@ TOOLS = {
     "now": Tool("now", "", {}),
 }
 HARD = 'a } " </tool_call> \\ { é'
+BAD_ESCAPE = '<tool_call>{"name": "a\\x", "arguments": {}}</tool_call>'
 UNMARKED = HARD.replace("</tool_call>", "")
 FIND = json.dumps({"text": HARD, "most": [1, {"x": 2}]}, ensure_ascii=False)
 
@@ -52,6 +54,20 @@ CASES = {
         ("1 < 2 <tool_x>", ("1 < 2 <tool_x>", [])),
         ('<tool_call>{"name": "now", "arguments": "{\\"a\\": 1}"}</tool_call>', ("", [("now", '{"a": 1}')])),
         ('<tool_call>{"name": "now"}</tool_call>', ("", [("now", "{}")])),
+        (
+            '<tool_call>{"name": "a\\x", "arguments": {}}</tool_call>',
+            ('<tool_call>{"name": "a\\x", "arguments": {}}</tool_call>', []),
+        ),
+        (
+            '<tool_call>{"name": "now", "arguments": {}}\n{"name": "now", "arguments": {"a": 1}}</tool_call>.',
+            (".", [("now", "{}"), ("now", '{"a": 1}')]),
+        ),
+        (
+            '<tool_call>{"name": "now", "arguments": {}}\n<tool_call>{"name": "now", "arguments": {"a": 1}}',
+            ("", [("now", "{}"), ("now", '{"a": 1}')]),
+        ),
+        ('<tool_call>{"name": "now", "arguments": {}}\nThe rest.', ("The rest.", [("now", "{}")])),
+        ('<tool_call>{"arguments": null, "name": "now"}</tool_call>', ("", [("now", "{}")])),
         ('<tool_call>{"name": "now", "arguments": {}, "id": "}"}</tool_call>.', (".", [("now", "{}")])),
     ],
     "xml": [
@@ -76,13 +92,26 @@ CASES = {
             ("", [("other", '{"a": {"b": 1}, "c": true, "d": "words"}')]),
         ),
         ("<tool_call> no </tool_call>.", ("<tool_call> no </tool_call>.", [])),
-        ("<tool_call>\n<function=find>\n<parameter=text>\ncut", ("", [("find", "{}")])),
+        ("<tool_call>\n<function=find>\n<parameter=text>\ncut", ("", [("find", "")])),
+        (
+            "<tool_call>\n<function=find>\n<parameter=text>\n</tool_call> </parameter>\n</parameter>\n<parameter=most>",
+            ("<parameter=most>", [("find", '{"text": "</tool_call> </parameter>"')]),
+        ),
+        (
+            "<tool_call><function=find><parameter=text>a\n</parameter></function></tool_call>",
+            ("", [("find", '{"text": "a\\n"}')]),
+        ),
+        ("<tool_call>\n<function=find>\n<parameter=text>\n</parameter>\n</function>", ("", [("find", '{"text": ""}')])),
+        (
+            "<tool_call>\n<function=find>\n<parameter=most>\nNaN\n</parameter>\n</function>",
+            ("", [("find", '{"most": "NaN"}')]),
+        ),
     ],
     "bare": [
         (f'{{"name": "find", "parameters": {FIND}}}', ("", [("find", FIND)])),
         (
             ' {"name": "now", "parameters": {}}; {"name": "now", "parameters": {"most": 1}}',
-            ("", [("now", "{}"), ("now", '{"most": 1}')]),
+            ('; {"name": "now", "parameters": {"most": 1}}', [("now", "{}")]),
         ),
         ('{"a": 1} is JSON', ('{"a": 1} is JSON', [])),
         ('{"name": "other", "parameters": {}}', ('{"name": "other", "parameters": {}}', [])),
@@ -155,3 +184,41 @@ def test_long_calls_take_time_by_their_length():
     reader.add('<tool_call>{"name": "find", "arguments": {"text": "')
     said = sum(len(part.text) for _ in range(100_000) for part in reader.add("ab\\n"))
     assert said == 400_000
+
+
+@pytest.mark.parametrize(
+    ("style", "begin", "more"),
+    [
+        ("json", '<tool_call>{"name": "find", "arguments": {"text": "', "ab"),
+        ("json", "<tool_call>", " "),
+        ("xml", "<tool_call><function=find>", "<parameter=a>\n"),
+        ("xml", "<tool_call><function=find><parameter=a>\n", "</parameter>"),
+        ("named", "[TOOL_CALLS]f", " "),
+        ("bare", "", " "),
+    ],
+)
+def test_what_a_model_repeats_takes_time_by_its_length(style, begin, more):
+    for pieces in ([begin + more * 200_000], [begin, *[more * 20] * 10_000]):
+        began = time.perf_counter()
+        read(AnswerSyntax(False, CallForm(style), TOOLS), pieces)
+        assert time.perf_counter() - began < 5
+
+
+@pytest.mark.parametrize(
+    ("schema", "text", "wanted"),
+    [
+        ({"type": "string"}, "10115", "10115"),
+        ({"anyOf": [{"type": "string"}, {"type": "null"}]}, "10115", "10115"),
+        ({"anyOf": [{"type": "string"}, {"type": "null"}]}, "null", None),
+        ({"type": ["string", "integer"]}, "10115", 10115),
+        ({"enum": ["5", "6"]}, "5", "5"),
+        ({"type": "boolean"}, "True", True),
+        ({}, "5", 5),
+        (True, "words", "words"),
+    ],
+)
+def test_a_value_is_what_its_schema_can_have(schema, text, wanted):
+    tools = {"find": Tool("find", "", {"type": "object", "properties": {"x": schema}})}
+    call = f"<tool_call><function=find><parameter=x>\n{text}\n</parameter></function></tool_call>"
+    _, _, [(_, arguments)] = read(AnswerSyntax(None, CallForm("xml"), tools), [call])
+    assert json.loads(arguments) == {"x": wanted}

@@ -1,5 +1,6 @@
 """Grammars of calls: what an answer with tools may be, in each family's form."""
 
+import contextlib
 import json
 
 import numpy as np
@@ -56,10 +57,12 @@ def family(request, pair, tmp_path_factory):
     assert CallForm.of(tokenizer) == CallForm(style)
     backend = Backend.from_file(str(model / "tokenizer.json"))
 
-    def allows(allowed, text, schema=None):
-        """None, or the first token of a text, and its end, that may not come."""
+    def allows(allowed, text, schema=None, spelled=False):
+        """Whether a text, and its end, may come; with marks as ordinary tokens if `spelled`."""
         grammar = call_grammar(CallForm(style), allowed, tokenizer, schema)
         ids = backend.encode(text, add_special_tokens=False).ids
+        if spelled:
+            ids = [token for letter in text for token in backend.encode(letter, add_special_tokens=False).ids]
         masks = grammars.matcher(grammar, 0).allowed([], ids)
         return bool(np.all([mask[token] for mask, token in zip(masks, [*ids, END], strict=True)]))
 
@@ -80,7 +83,8 @@ def test_one_call_is_one_and_none_is_none(family):
     style, allows = family
     assert allows(ONE, FIRST[style]) and allows(ONE, "So.") and allows(ONE, "")
     assert style == "bare" or (allows(ONE, "So.\n" + FIRST[style]) and not allows(ONE, BOTH[style]))
-    assert allows(AllowedCalls(()), "So.") and not allows(AllowedCalls(()), FIRST[style])
+    # Where a call is the whole answer, nobody reads one of an answer that has none.
+    assert allows(AllowedCalls(()), "So.") and allows(AllowedCalls(()), FIRST[style]) is (style == "bare")
 
 
 def test_strict_tools_are_so_where_the_model_decides(family):
@@ -107,6 +111,16 @@ def test_texts_of_arguments_are_written_as_they_are(family):
         assert allows(ANY, call)
 
 
+def test_a_mark_cannot_be_spelled_to_get_around_a_strict_schema(family):
+    """Where the mark is a token, its letters one by one are another spelling."""
+    style, allows = family
+    if style != "bare":
+        wrong = FIRST[style].replace("5", "100")
+        allowed = AllowedCalls((STRICT, NOW))
+        assert not allows(allowed, wrong) and not allows(allowed, wrong, spelled=True)
+        assert allows(allowed, "So <tool [TOOL", spelled=True)
+
+
 def test_a_schema_that_cannot_be_followed_is_refused(family):
     style, allows = family
     bad = Tool("find", "", {"type": "object", "properties": {"a": {"$ref": "#/gone"}}, "required": ["a"]})
@@ -126,3 +140,33 @@ def test_texts_of_arguments_keep_to_their_limits(family):
         if style == "xml":
             with pytest.raises(GrammarError, match=r"text has the (pattern|format) .*, in this model's form of calls"):
                 allows(AllowedCalls((tool,), needed=True), FIRST[style])
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        {"properties": {"text": True}},
+        {"properties": []},
+        {"properties": 5, "required": ["text"]},
+        {"properties": {"text": {"type": "string", "pattern": 5}}},
+        {"properties": {"text": {"type": "string", "minLength": "1}a)/)\nevil: /a/\nZ: (/(.{1"}}},
+        {"properties": {"text": {"type": "string", "minLength": 5.5}}},
+        {"properties": {f"p{i}": {"type": "integer"} for i in range(500)}, "$defs": {"x": {"title": "x" * 100_000}}},
+    ],
+    ids=["true", "list", "number", "pattern", "injected", "length", "definitions"],
+)
+def test_odd_schemas_are_followed_or_refused(family, parameters):
+    style, allows = family
+    tool = Tool("find", "", {"type": "object", **parameters})
+    for allowed in (AllowedCalls((tool,), needed=True), AllowedCalls((tool,), several=False)):
+        with contextlib.suppress(GrammarError, ValueError):  # the second: it becomes too complex within an answer
+            allows(allowed, FIRST[style])
+
+
+def test_slashes_of_a_pattern_are_no_ends(family):
+    style, allows = family
+    schema = {"type": "string", "pattern": "^\\/api\\/[a-z/]+$"}
+    tool = Tool("find", "", {"type": "object", "properties": {"text": schema}, "required": ["text"]})
+    for text, fits in (("/api/a/b", True), ("/api/A", False)):
+        call = FIRST[style].replace('"most": 5', f'"text": "{text}"').replace("most>\n5", f"text>\n{text}")
+        assert allows(AllowedCalls((tool,), needed=True), call) is fits

@@ -6,6 +6,7 @@ import filecmp
 import inspect
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -165,7 +166,9 @@ def _load_with_transformers(directory: Path) -> Tokenizer:
         return _with_content(encode, marked, decode, tokens)
     taken = (*inspect.signature(tokenizer.apply_chat_template).parameters, *tokenizer.special_tokens_map)
     arguments = template_arguments(tokenizer.chat_template, taken)
-    with_tools = tokenizer.get_chat_template(tools=[{}])
+    with_tools = None
+    with suppress(ValueError):  # several templates, and none for tools
+        with_tools = tokenizer.get_chat_template(tools=[{}])
     with_tools = with_tools if "tools" in template_arguments(with_tools, ()) else None
     return _with_content(encode, marked, decode, tokens, render, arguments, with_tools)
 

@@ -175,6 +175,9 @@ class Runner:
             except TriforceError as error:
                 self._fail(item, error if isinstance(error, BodyError) else BodyError(str(error)))
                 continue
+            except Exception as error:  # a fault here, which is to fail this request alone
+                self._fail(item, _as_body_error(f"its prompt could not be made ({type(error).__name__})"))
+                continue
             return request_task(item.request, item.prompts, number, item)
         return None
 

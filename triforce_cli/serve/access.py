@@ -94,7 +94,7 @@ class Access:
         if not self.keys or self._key_number(headers) is not None:
             return None
         return BodyError(
-            "the key of this server is missing or wrong; send it as Authorization: Bearer KEY",
+            "the key of this server is missing or wrong; send it as Authorization: Bearer KEY, or as x-api-key",
             code="invalid_api_key", status=401,
         )  # fmt: skip
 

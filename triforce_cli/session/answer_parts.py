@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from ...tp.weights.tokenizer import Tokenizer
-from .calls import ARGS, CALL_ID, CLOSES, CallForm, Tool, is_text
+from .calls import ARGS, CALL_ID, CLOSES, VALUE_END, CallForm, Tool, types_of
 
 THINKS, THOUGHT = "<think>", "</think>"
 """What models put around reasoning."""
@@ -47,6 +47,8 @@ class Part:
     text: str
     """In addition to what came of it before; of a call: of its arguments, which are JSON."""
     call: Call | None = None
+    begins: bool = False
+    """Whether it is the first of its call."""
 
 
 @dataclass(frozen=True)
@@ -73,15 +75,18 @@ PLAIN = AnswerSyntax()
 _Reading = Generator[None, None, bool]
 """Reads on whenever there is more text, or nothing follows; returns whether it has found what it was to find."""
 
-_HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*+")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
+_HEAD = re.compile(r'\s*+\{\s*+"name"\s*+:\s*+("(?:[^"\\]|\\.)*+")\s*+,\s*+"(?:arguments|parameters)"\s*+:\s*+(?=\{)')
 """Of a call in JSON, up to its arguments."""
 
-_NAMED_HEAD = re.compile(rf"\s*([^\s\[{{]+)\s*(?:{re.escape(CALL_ID)}[^\[{{]*)?(?:{re.escape(ARGS)})?\s*(?=\{{)")
+_NAMED_HEAD = re.compile(rf"\s*+([^\s\[{{]++)\s*+(?:{re.escape(CALL_ID)}[^\[{{]*+)?(?:{re.escape(ARGS)})?\s*+(?=\{{)")
 
 _MOST_HEAD = 512
 """Letters in which the head of a call is looked for. One that has another order is read once it is complete."""
 
-_PARAMETER = re.compile(r"<parameter=([^>\n]*)>\n?(.*?)\n?</parameter>", re.DOTALL)
+_FUNCTION, _PARAMETER = re.compile(r"\s*+<function=([^>\n]*+)>"), re.compile(r"\s*+<parameter=([^>\n]*+)>(\n|(?=.))")
+_FUNCTION_END = "</function>"
+
+_SPACE = re.compile(r"\s*+")
 
 
 class AnswerParts:
@@ -96,6 +101,12 @@ class AnswerParts:
         self._reading = self._answer()
         self.num_calls = 0
         """Calls that have begun."""
+        self._in_call = False
+
+    @property
+    def calls(self) -> bool:
+        """Whether it has calls, all of them whole."""
+        return self.num_calls > 0 and not self._in_call
 
     def add(self, text: str) -> list[Part]:
         """What further text brings."""
@@ -131,11 +142,11 @@ class AnswerParts:
     def _begins(self, mark: str) -> _Reading:
         """Whether the rest begins with it, behind white space; then it is behind it."""
         while True:
-            begin = self._skip_space()
-            if self._text.startswith(mark, begin):
-                self._at = begin + len(mark)
+            self._at = _SPACE.match(self._text, self._at).end()  # pyright: ignore[reportOptionalMemberAccess]
+            if self._text.startswith(mark, self._at):
+                self._at += len(mark)
                 return True
-            if self._ended or not mark.startswith(self._text[begin:]):
+            if self._ended or not mark.startswith(self._text[self._at : self._at + len(mark)]):
                 return False
             yield
 
@@ -160,22 +171,24 @@ class AnswerParts:
         """Calls behind their opening mark; whether there was one."""
         if form.style in ("list", "named"):
             return (yield from self._mistral_calls())
-        begin = self._at
         if form.style == "xml":
-            closed = yield from self._up_to(CLOSES, None)
-            return self._xml_call(self._text[begin : self._at - len(CLOSES) if closed else self._at])
-        found = yield from self._json_call()
-        yield from self._up_to(CLOSES, None)
+            found = yield from self._xml_call()
+        else:
+            found = yield from self._json_call()
+            while found and (yield from self._json_call()):  # several within the same marks
+                pass
+        if found:
+            yield from self._begins(CLOSES)
+        else:
+            yield from self._up_to(CLOSES, None)
         return found
 
     def _bare_calls(self) -> Generator[None, None, None]:
-        """Calls that the answer consists of, if it does; from Llama 3 several come with a semicolon between."""
-        while (yield from self._begins("{")):
+        """The call that the answer is, if it is one: Llama's template takes no more of one answer."""
+        if (yield from self._begins("{")):
             self._at = begin = self._at - 1
             if not (yield from self._json_call(self._syntax.tools)):
                 self._say("content", self._text[begin : self._at])
-                return
-            yield from self._begins(";")
 
     def _mistral_calls(self) -> _Reading:
         if not (yield from self._begins("[")):
@@ -191,7 +204,8 @@ class AnswerParts:
     def _named_call(self) -> _Reading:
         head = yield from self._match(_NAMED_HEAD)
         if head:
-            yield from self._arguments(head, head[1])
+            self._in_call = True
+            self._in_call = not (yield from self._arguments(head, head[1]))
         return head is not None
 
     def _json_call(self, known: Mapping[str, Tool] | None = None) -> _Reading:
@@ -204,10 +218,11 @@ class AnswerParts:
             return False
         self._at = begin
         head = yield from self._match(_HEAD)
-        name = json.loads(head[1], strict=False) if head else ""
-        if head and (known is None or name in known):
+        name = _name(head[1]) if head else None
+        if head and name is not None and (known is None or name in known):
+            self._in_call = True
             yield from self._arguments(head, name)
-            yield from self._value(1)
+            self._in_call = not (yield from self._value(1))
             return True
         if not (yield from self._value(0)):
             return False
@@ -216,15 +231,15 @@ class AnswerParts:
     def _match(self, head: re.Pattern[str]) -> Generator[None, None, re.Match[str] | None]:
         begin = self._at
         while True:
-            found = head.match(self._text, begin)
+            found = head.match(self._text, begin, begin + _MOST_HEAD)
             if found or self._ended or len(self._text) - begin > _MOST_HEAD:
                 return found
             yield
 
-    def _arguments(self, head: re.Match[str], name: str) -> Generator[None, None, None]:
+    def _arguments(self, head: re.Match[str], name: str) -> _Reading:
         """Says a call whose arguments begin behind `head`."""
         self._at, call = head.end(), self._begin_call(name)
-        yield from self._value(0, lambda text: self._new.append(Part("call", text, call)))
+        return (yield from self._value(0, lambda text: self._new.append(Part("call", text, call))))
 
     def _value(self, depth: int, say: Callable[[str], None] = lambda text: None) -> _Reading:
         """Goes behind the end of an object, of which so many levels are open; whether it has come."""
@@ -252,27 +267,38 @@ class AnswerParts:
 
     def _whole_call(self, text: str, known: Mapping[str, Tool] | None) -> bool:
         """Says a call that is complete, if it is one."""
-        try:
-            given = json.loads(text, strict=False)
-        except (ValueError, RecursionError):
-            return False
+        given = _parsed(text)
         name = given.get("name") if isinstance(given, dict) else None
         if not isinstance(name, str) or (known is not None and name not in known):
             return False
-        arguments = given.get("arguments", given.get("parameters", {}))
-        written = arguments.encode(errors="replace").decode() if isinstance(arguments, str) else _as_json(arguments)
+        arguments = given.get("arguments", given.get("parameters"))
+        written = (
+            arguments.encode(errors="replace").decode() if isinstance(arguments, str) else _as_json(arguments or {})
+        )
         self._new.append(Part("call", written, self._begin_call(name)))
         return True
 
-    def _xml_call(self, text: str) -> bool:
-        """Says a call whose arguments are written one by one."""
-        found = re.match(r"\s*<function=([^>\n]*)>", text)
-        if found is None:
+    def _xml_call(self) -> _Reading:
+        """A call whose arguments are written one by one, each of which is said once it is complete."""
+        head = yield from self._match(_FUNCTION)
+        if head is None:
             return False
-        tool = self._syntax.tools.get(found[1])
-        schemas = tool.parameters.get("properties", {}) if tool else {}
-        given = {name: _value_of(value, schemas.get(name)) for name, value in _PARAMETER.findall(text, found.end())}
-        self._new.append(Part("call", _as_json(given), self._begin_call(found[1])))
+        tool, self._at, self._in_call = self._syntax.tools.get(head[1]), head.end(), True
+        call, comma = self._begin_call(head[1]), "{"
+        while not (yield from self._begins(_FUNCTION_END)):
+            found = yield from self._match(_PARAMETER)
+            if found is None:
+                return True
+            # A value in lines ends at the beginning of one.
+            begin, end = found.end(), f"\n{VALUE_END}" if found[2] else VALUE_END
+            self._at = begin - len(found[2])
+            if not (yield from self._up_to(end, None)):
+                return True
+            value = _value_of(self._text[begin : self._at - len(end)], tool, found[1])
+            self._new.append(Part("call", f"{comma}{_as_json(found[1])}: {_as_json(value)}", call))
+            comma = ", "
+        self._new.append(Part("call", "{}" if comma == "{" else "}", call))
+        self._in_call = False
         return True
 
     # What is said.
@@ -280,7 +306,7 @@ class AnswerParts:
     def _begin_call(self, name: str) -> Call:
         call = Call(self.num_calls, name.encode(errors="replace").decode())
         self.num_calls += 1
-        self._new.append(Part("call", "", call))
+        self._new.append(Part("call", "", call, begins=True))
         return call
 
     def _say(self, kind: Literal["reasoning", "content"], text: str) -> None:
@@ -292,10 +318,6 @@ class AnswerParts:
             self._space[kind] = text[len(kept) :]
         if kept:
             self._new.append(Part(kind, kept))
-
-    def _skip_space(self) -> int:
-        """Where the rest begins behind white space."""
-        return len(self._text) - len(self._text[self._at :].lstrip())
 
 
 _IN_TEXT, _BETWEEN = re.compile(r'["\\]'), re.compile(r'["{}\[\]]')
@@ -314,20 +336,50 @@ def _begun(text: str, mark: str, start: int) -> int:
     return next((size for size in range(longest, 0, -1) if text.endswith(mark[:size])), 0)
 
 
-def _value_of(text: str, schema: Any) -> Any:
-    """An argument that is written as it is where it is a text, and as JSON else, or as Python writes it."""
-    if is_text(schema):
-        return text
-    if text in _OF_PYTHON:
-        return _OF_PYTHON[text]
+def _name(text: str) -> str | None:
+    """That of a call, which is a text of JSON, if it is one."""
+    found = _parsed(text)
+    return found if isinstance(found, str) else None
+
+
+def _parsed(text: str) -> Any:
+    """JSON that a model has written; `None`: it is none, or has numbers that JSON has not."""
     try:
-        return json.loads(text)
+        return json.loads(text, strict=False, parse_constant=_no_number)
     except (ValueError, RecursionError):
+        return None
+
+
+def _no_number(name: str) -> Any:
+    raise ValueError(name)
+
+
+def _value_of(text: str, tool: Tool | None, name: str) -> Any:
+    """An argument that is written as it is where it is a text, and as JSON else, or as Python writes it."""
+    types = types_of(tool.properties.get(name)) if tool else set[str]()
+    if types == {"string"}:
         return text
+    found = _OF_PYTHON[text] if text in _OF_PYTHON else _parsed(text)
+    is_json = found is not None or text in ("null", "None")
+    may_be = (
+        not types or "string" not in types or any(isinstance(found, _TYPES[kind]) for kind in types & _TYPES.keys())
+    )
+    return found if is_json and may_be else text
 
 
 _OF_PYTHON = {"True": True, "False": False, "None": None}
 """What templates make of such an argument of an earlier call, and models then write, too."""
+
+_TYPES: dict[str, Any] = {
+    "string": str,
+    "boolean": bool,
+    "null": type(None),
+    "object": dict,
+    "array": list,
+    "integer": int,
+    "number": (int, float),
+}
+"""Python's types of those of a schema."""
 
 
 def joined(parts: Sequence[Part]) -> list[Part]:
@@ -335,7 +387,7 @@ def joined(parts: Sequence[Part]) -> list[Part]:
     found: list[Part] = []
     for part in parts:
         if found and (found[-1].kind, found[-1].call) == (part.kind, part.call):
-            found[-1] = replace(part, text=found[-1].text + part.text)
+            found[-1] = replace(found[-1], text=found[-1].text + part.text)
         else:
             found.append(part)
     return found

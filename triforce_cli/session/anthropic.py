@@ -63,6 +63,14 @@ _ERROR = "Error: "
 """What the result of a call that has failed begins with: chat templates have no other place for that."""
 
 
+_BETWEEN = "\n\n"
+"""What stands between texts that are blocks of their own."""
+
+_ATTRIBUTION = "x-anthropic-billing-header:"
+"""What a text of the system message begins with by which Anthropic's clients name themselves. It is another one in each
+request, so that no prompt would begin as the one before, and says nothing to a model."""
+
+
 class _Object(ClientObject):
     """An object that a client sends, which may have fields that change no answer."""
 
@@ -173,9 +181,11 @@ class GivenMessage(ClientObject):
         return self
 
 
-def _for_prompt(messages: Sequence[GivenMessage]) -> Iterator[Message]:
+def _for_prompt(messages: Sequence[GivenMessage], *, in_parts: bool) -> Iterator[Message]:
     """The messages as prompts are made of them. Neighbours of one role are one message; results of calls are messages
     of their own, before what else the user says with them.
+
+    Args: `in_parts`: whether texts of one message stay apart; else an empty line is between them.
 
     Raises:
         BodyError: a result of no call.
@@ -193,6 +203,8 @@ def _for_prompt(messages: Sequence[GivenMessage]) -> Iterator[Message]:
         said = tuple(block.text for _, block in blocks if isinstance(block, TextPart))
         if not said and results:
             continue
+        if said and not in_parts:
+            said = (_BETWEEN.join(said),)
         thought = "".join(block.thinking for _, block in blocks if isinstance(block, Thinking))
         yield Message.model_construct(role=role, content=said, reasoning_content=thought or None, tool_calls=calls)
 
@@ -308,8 +320,10 @@ class MessagesBody(AskingBody):
         Raises:
             BodyError: a result of no call.
         """
-        system = [Message.model_construct(role="system", content=self.system)] if any(self.system) else []
-        return (*system, *_for_prompt(self.messages))
+        said = [text for text in self.system if not text.startswith(_ATTRIBUTION)]
+        system = [Message.model_construct(role="system", content=(_BETWEEN.join(said),))] if any(said) else []
+        # Of a conversation about no tools, parts of the first question are a text and a question about it.
+        return (*system, *_for_prompt(self.messages, in_parts=not self.tools and len(self.messages) == 1))
 
     @model_validator(mode="after")
     def _agrees(self) -> MessagesBody:
@@ -378,8 +392,8 @@ def message_head(model: str) -> dict[str, Any]:
 
 def message_body(request: AnswerRequest, model: str, answer: FinishedAnswer) -> dict[str, Any]:
     """The answer to a request. `model` is its name."""
-    content = [_whole_block(part) for part in parts_of(answer)]
-    called = any(block["type"] == "tool_use" for block in content)
+    parts, called = parts_of(answer)
+    content = [_whole_block(part) for part in parts]
     return {**message_head(model), "content": content, **ending(request, answer, called), **cost_of(answer)}
 
 
@@ -411,7 +425,7 @@ def _arguments(text: str) -> dict[str, Any]:
 
 
 def ending(request: AnswerRequest, end: AnswerEnd, called: bool) -> dict[str, Any]:
-    """Why an answer ended. `called`: whether it has calls."""
+    """Why an answer ended. `called`: whether it has calls, all of them whole."""
     if end.finish_reason == "length":
         reason = "max_tokens"
     elif end.stop in request.stops:
@@ -452,6 +466,11 @@ _ERROR_TYPES = {
 def message_error(error: BodyError) -> dict[str, Any]:
     """Why a request was refused."""
     kind = _ERROR_TYPES.get(error.status, "api_error" if error.status >= 500 else "invalid_request_error")
-    # Agents shorten a conversation where they read these words.
-    words = "prompt is too long: " if error.code == "context_length_exceeded" else ""
+    words = ""
+    if error.code == "context_length_exceeded":  # agents do what helps where they read these words
+        words = _TOO_LONG if error.may_lower is None else _TOO_LONG_TOGETHER
     return {"type": "error", "error": {"type": kind, "message": f"{words}{error}"}}
+
+
+_TOO_LONG = "prompt is too long: "
+_TOO_LONG_TOGETHER = "input length and `max_tokens` exceed context limit: "

@@ -14,15 +14,16 @@ The forms are those of the families' own chat templates. answer_parts.py reads c
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Literal
 
-from ...offload.speculation.grammar import Grammar, GrammarError, json_rule
+from ...offload.speculation.grammar import MOST_BYTES, Grammar, GrammarError, json_rule
 from ...tp.weights.tokenizer import Tokenizer
 
 OPENS, CLOSES = "<tool_call>", "</tool_call>"
+VALUE_END = "</parameter>"
 TOOL_CALLS, CALL_ID, ARGS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
 """Mistral's."""
 
@@ -37,6 +38,12 @@ class Tool:
     """The JSON schema of its arguments, an object."""
     strict: bool = False
     """Whether the arguments must be of that schema also where the model decides whether to call."""
+
+    @property
+    def properties(self) -> Mapping[str, Any]:
+        """The schemas of single arguments."""
+        found = self.parameters.get("properties")
+        return found if isinstance(found, dict) else {}
 
     @property
     def for_template(self) -> dict[str, Any]:
@@ -61,6 +68,17 @@ class AllowedCalls:
         """Whether only a grammar ensures that."""
         return self.needed or not self.several or not self.tools or any(tool.strict for tool in self.tools)
 
+    def check(self) -> None:
+        """Raises:
+        GrammarError: the schema of a tool cannot be followed; the message says which one, and where in it.
+        """
+        for tool in self.tools:
+            if self.needed or tool.strict:
+                try:
+                    Grammar("json_schema", json.dumps(tool.parameters)).check()
+                except GrammarError as error:
+                    raise GrammarError(f"{tool.name}: {error}") from error
+
 
 @dataclass(frozen=True)
 class CallForm:
@@ -74,8 +92,10 @@ class CallForm:
         template = tokenizer.tool_template or ""
         if TOOL_CALLS in template:
             return cls("named" if ARGS in template else "list")
-        if OPENS in template:
-            return cls("xml" if "<function=" in template else "json")
+        if OPENS in template and "<function=" in template:
+            return cls("xml")
+        if OPENS in template and "<arg_key>" not in template:  # as GLM has it
+            return cls("json")
         return cls("bare") if '"parameters"' in template and '"name"' in template else None
 
     @property
@@ -97,34 +117,46 @@ def call_grammar(form: CallForm, allowed: AllowedCalls, tokenizer: Tokenizer, an
     Args: `answer_schema` is the JSON schema of an answer without calls; `None`: that is a text.
 
     Raises:
-        GrammarError: an argument's schema has what cannot be followed.
+        GrammarError: an argument's schema has what cannot be followed, or all are too long.
     """
     if form.style == "bare" and answer_schema is not None and allowed.tools:
         return Grammar("tools", _source({"start": json_rule(_call_or_answer(allowed, json.loads(answer_schema)))}))
-    mark = partial(_mark, tokenizer=tokenizer)
-    opens = mark(form.opens) if form.opens else ""
-    rules = {}
+    marks = {text: _Mark.of(text, tokenizer) for text in form.marks}
+    first = opens = marks[form.opens].lark if form.opens else ""
     if answer_schema is not None:
-        rules["answer"], text, first = json_rule(answer_schema), "answer", opens
+        rules, other = {"answer": json_rule(answer_schema)}, "answer"
     else:
-        rules["TEXT"], text = _text(form.opens, opens), "TEXT?"
-        if opens.startswith('"') and not allowed.needed:
-            rules["OPENING"], first = f"{rules['TEXT']} {opens}", "OPENING"
-        else:
-            first = opens if allowed.needed or not opens else f"TEXT? {opens}"
+        rules, other = {"TEXT": _text(form, allowed)}, "TEXT?"
+        if opens and not allowed.needed:  # a text may come before
+            first = f"TEXT? {opens}"
+            if not marks[form.opens].is_token:  # as one word, or its text would be taken for more of the one before
+                rules["OPENING"], first = f"{rules['TEXT']} {opens}", "OPENING"
     if not allowed.tools:
-        return Grammar("tools", _source({"start": text, **rules}))
+        return Grammar("tools", _source({"start": other, **rules}))
     for index, tool in enumerate(allowed.tools):
         if form.style == "xml":
             rules |= _xml_call(index, tool, allowed.needed or tool.strict)
         else:
             rules[f"arguments_{index}"] = json_rule(json.dumps(_schema_of(tool, allowed)))
-            rules[f"call_{index}"] = _json_call(form, tool.name, f"arguments_{index}", mark)
+            rules[f"call_{index}"] = _json_call(form, tool.name, f"arguments_{index}", marks)
     rules["call"] = " | ".join(f"call_{index}" for index in range(len(allowed.tools)))
-    rules["start"] = _calls(form, first, opens, allowed.several, mark)
-    if not allowed.needed:
-        rules["start"] = f"{text} | {rules['start']}"
+    calls = _calls(form, first, marks, several=allowed.several)
+    rules["start"] = calls if allowed.needed else f"{other} | {calls}"
     return Grammar("tools", _source(rules))
+
+
+@dataclass(frozen=True)
+class _Mark:
+    """A mark in a grammar."""
+
+    lark: str
+    """In Lark's syntax. A token is named by its number: texts of a grammar are spelled by ordinary tokens."""
+    is_token: bool
+
+    @classmethod
+    def of(cls, text: str, tokenizer: Tokenizer) -> _Mark:
+        found = tokenizer.encode(text, False)
+        return cls(f"<[{found[0]}]>", True) if len(found) == 1 else cls(json.dumps(text), False)
 
 
 def _schema_of(tool: Tool, allowed: AllowedCalls) -> dict[str, Any]:
@@ -164,18 +196,11 @@ def _source(rules: Mapping[str, str]) -> str:
     return "\n".join(f"{name}: {body}" for name, body in rules.items())
 
 
-def _mark(text: str, tokenizer: Tokenizer) -> str:
-    """A mark in Lark's syntax: as a token where it is one, by its number, as a text of Lark is spelled by ordinary
-    tokens."""
-    found = tokenizer.encode(text, False)
-    return f"<[{found[0]}]>" if len(found) == 1 else json.dumps(text)
-
-
-def _text(opens: str, mark: str) -> str:
-    """A terminal of texts without calls."""
-    if not opens:
-        return r"/\s*[^{\s](?s:.*)/"
-    return "/(?s:.+)/" if mark.startswith("<[") else _up_to(opens)
+def _text(form: CallForm, allowed: AllowedCalls) -> str:
+    """A terminal of texts that nobody reads as calls: also where a mark is a token, it can be spelled otherwise."""
+    if form.opens:
+        return _up_to(form.opens)
+    return r"/\s*[^{\s](?s:.*)/" if allowed.tools else "/(?s:.+)/"
 
 
 def _up_to(end: str) -> str:
@@ -184,47 +209,55 @@ def _up_to(end: str) -> str:
     return rf"(/(?s:.*)/ & ~/(?s:.*){escaped}(?s:.*)/)"
 
 
-def _calls(form: CallForm, first: str, opens: str, several: bool, mark: Callable[[str], str]) -> str:
+def _calls(form: CallForm, first: str, marks: Mapping[str, _Mark], *, several: bool) -> str:
     """Calls, at least one. `first` is what the first of them begins with."""
     if form.style == "bare":
         return "call"
+    opens = marks[form.opens].lark
     if form.style == "list":
         more = '("," " " call)*' if several else ""
         return f'{first} " "? "[" call {more} "]"'
     if form.style == "named":
         more = f"({opens} call)*" if several else ""
         return f"{first} call {more}"
-    more = rf'("\n" {opens} call {mark(CLOSES)})*' if several else ""
-    return f"{first} call {mark(CLOSES)} {more}"
+    closes = marks[CLOSES].lark
+    more = rf'("\n" {opens} call {closes})*' if several else ""
+    return f"{first} call {closes} {more}"
 
 
-def _json_call(form: CallForm, name: str, arguments: str, mark: Callable[[str], str]) -> str:
+def _json_call(form: CallForm, name: str, arguments: str, marks: Mapping[str, _Mark]) -> str:
     """A call whose arguments are one object of JSON, by the rule `arguments`."""
     if form.style == "named":
-        return f"{json.dumps(name)} {mark(ARGS)} {arguments}"
+        return f"{json.dumps(name)} {marks[ARGS].lark} {arguments}"
     key = "parameters" if form.style == "bare" else "arguments"
     head = json.dumps(f'{{"name": {json.dumps(name)}, "{key}": ')
     line = r'"\n"' if form.style == "json" else ""
     return f'{line} {head} {arguments} "}}" {line}'
 
 
-_VALUE_END = "\n</parameter>"
-
-
 def _xml_call(index: int, tool: Tool, of_schema: bool) -> dict[str, str]:
     """The rules of a call whose arguments are written one by one, in the order of the schema."""
-    end = json.dumps(_VALUE_END)
-    rules, written = {"VALUE": f"{_up_to(_VALUE_END)} {end}"}, list[str]()
+    line_end = f"\n{VALUE_END}"
+    end, written = json.dumps(line_end), list[str]()
+    rules = {"VALUE": f"{_up_to(line_end)} {end}"}
     shared = {key: tool.parameters[key] for key in ("$defs", "definitions") if key in tool.parameters}
-    required = tool.parameters.get("required", ())
-    for number, (name, schema) in enumerate(tool.parameters.get("properties", {}).items()):
+    required, num_bytes = tool.parameters.get("required"), 0
+    required = required if isinstance(required, list) else ()
+    for number, (name, given) in enumerate(tool.properties.items()):
+        schema = given if isinstance(given, dict) else {}
         value, begin = "VALUE", json.dumps(f"<parameter={name}>\n")
-        if of_schema and is_text(schema):
+        if of_schema and types_of(schema) == {"string"}:
             value = f"TEXT_{index}_{number}"
-            rules[value] = f"({_limited_text(name, schema)}) {end}"
+            rules[value] = f"({_limited_text(name, schema, _up_to(line_end))}) {end}"
         elif of_schema:
             rule = f"value_{index}_{number}"
             rules[rule], value = json_rule(json.dumps({**schema, **shared})), f"{rule} {end}"
+            num_bytes += len(rules[rule])
+            if num_bytes > MOST_BYTES["tools"]:
+                raise GrammarError(
+                    f"the grammar of the tools cannot be followed: the arguments of {tool.name} have "
+                    f"more than {MOST_BYTES['tools']:,} bytes, definitions counted with each"
+                )
         one = rf'{begin} {value} "\n"'
         written.append(one if name in required else f"({one})?")
     begin, end = json.dumps(f"\n<function={tool.name}>\n"), json.dumps("</function>\n")
@@ -232,22 +265,33 @@ def _xml_call(index: int, tool: Tool, of_schema: bool) -> dict[str, str]:
     return rules
 
 
-def _limited_text(name: str, schema: Mapping[str, Any]) -> str:
+def _limited_text(name: str, schema: Mapping[str, Any], text: str) -> str:
     """A terminal of an argument that is written as it is.
+
+    Args: `text` is the terminal of any such argument.
 
     Raises:
         GrammarError: its schema has what cannot be followed in such a text.
     """
+    values = schema.get("enum", [schema["const"]] if "const" in schema else None)
+    if values is not None:
+        return " | ".join(json.dumps(value) for value in values if isinstance(value, str))
     least, most, pattern = schema.get("minLength", 0), schema.get("maxLength", ""), schema.get("pattern")
+    if not all(type(limit) is int and limit >= 0 for limit in (least, most) if limit != ""):
+        raise _not_followed(name, f"lengths {least!r} to {most!r}, which must be whole numbers")
     limits = [rf"/(?s:.{{{least},{most}}})/"] if least or most != "" else []
     if pattern is not None:
-        inner = pattern.removeprefix("^").removesuffix("$").replace("/", r"\/")
-        if not pattern.startswith("^") or not pattern.endswith("$") or pattern.endswith(r"\$"):
+        if not isinstance(pattern, str) or not re.fullmatch(r"\^(?s:.*)(?<!\\)\$", pattern):
             raise _not_followed(name, f"the pattern {pattern!r}, which must be from ^ to $")
+        # Within slashes; those that have a backslash before them stay.
+        inner = re.sub(r"(?s:\\.)|/|\n", lambda found: _ESCAPED.get(found[0], found[0]), pattern[1:-1])
         limits.append(f"/({inner})/")
     if "format" in schema:
         raise _not_followed(name, f"the format {schema['format']!r}")
-    return " & ".join([_up_to(_VALUE_END), *limits])
+    return " & ".join([text, *limits])
+
+
+_ESCAPED = {"/": r"\/", "\n": r"\n"}
 
 
 def _not_followed(name: str, what: str) -> GrammarError:
@@ -255,6 +299,26 @@ def _not_followed(name: str, what: str) -> GrammarError:
     return GrammarError(f"the grammar of the tools cannot be followed: {says}")
 
 
-def is_text(schema: Any) -> bool:
-    """Whether an argument of this schema is any text, which the style `xml` writes as it is."""
-    return isinstance(schema, dict) and schema.get("type") == "string" and not schema.keys() & {"enum", "const"}
+def types_of(schema: Any) -> set[str]:
+    """The types that values of a schema can have, in its words; none: any."""
+    if not isinstance(schema, dict):
+        return set()
+    given = schema.get("type")
+    if isinstance(given, str | list):
+        return {given} if isinstance(given, str) else {one for one in given if isinstance(one, str)}
+    values = schema.get("enum", [schema["const"]] if "const" in schema else None)
+    if isinstance(values, list):
+        return {_TYPE_NAMES.get(type(value), "null") for value in values}
+    parts = schema.get("anyOf", schema.get("oneOf"))
+    found = [types_of(part) for part in parts] if isinstance(parts, list) else []
+    return set[str]().union(*found) if all(found) else set()
+
+
+_TYPE_NAMES: dict[type, str] = {
+    bool: "boolean",
+    str: "string",
+    int: "integer",
+    float: "number",
+    dict: "object",
+    list: "array",
+}

@@ -78,7 +78,7 @@ class Context:
         token_ids = tokenizer.encode(before + tokenizer.as_content(text), form.begins_text)
         if not token_ids:
             raise UsageError("the text gives no token; give a longer one")
-        return cls(token_ids, frame, _line_ends_behind(text), name)
+        return cls(token_ids, frame, line_ends_behind(text), name)
 
     @classmethod
     def saved(cls, name: str, tokenizer: Tokenizer, config: ModelConfig) -> Context:
@@ -86,10 +86,10 @@ class Context:
         ContextError: see `saved_text`.
         """
         token_ids, frame = saved_text(name, config)
-        return cls(token_ids, frame, _line_ends_behind(tokenizer.decode(token_ids[-16:])), f"the context {name}")
+        return cls(token_ids, frame, line_ends_behind(tokenizer.decode(token_ids[-16:])), f"the context {name}")
 
 
-def _line_ends_behind(text: str) -> str:
+def line_ends_behind(text: str) -> str:
     """Line ends that part a text from a question."""
     return "\n" * (2 - min(2, len(text) - len(text.rstrip("\n"))))
 
@@ -318,7 +318,7 @@ def _surroundings(text: str, ask: str | None, tokenizer: Tokenizer) -> tuple[str
     if ask is None:
         return "", "", None
     frame = Frame(chat=tokenizer.render is not None)
-    form = QuestionForm.of(tokenizer, Context([], frame, _line_ends_behind(text), ""))
+    form = QuestionForm.of(tokenizer, Context([], frame, line_ends_behind(text), ""))
     return *form.split_around_text([], ask), form
 
 

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import json
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 from ...offload.contexts.model import ContextRequest
-from ...offload.speculation.grammar import GrammarError
-from ...tp.errors import TriforceError, UsageError
+from ...offload.speculation.grammar import ANY_OBJECT, GrammarError
+from ...tp.errors import ModelError, TriforceError, UsageError
 from ...tp.model.config import ModelConfig
 from ...tp.weights.tokenizer import Tokenizer
 from .calls import CallForm, Tool, call_grammar
 from .form import syntax_of
-from .prompt import Context, Exchange, Prompt, QuestionForm, encode_behind
+from .prompt import Context, Exchange, Prompt, QuestionForm, encode_behind, line_ends_behind
 from .session import Task
 from .wire import COMPLETION, AnswerRequest, BodyError, Message
 
@@ -108,7 +108,7 @@ def _checked(name: str, prompt: Prompt, request: AnswerRequest, config: ModelCon
         raise BodyError(
             f"{name} has {tokens:,} tokens and {request.max_new_tokens:,} more are asked for, but {config.name} has "
             f"{positions:,} positions{config.positions_note}; shorten it, or lower max_tokens",
-            name, code="context_length_exceeded",
+            name, code="context_length_exceeded", may_lower="max_tokens" if tokens < positions else None,
         )  # fmt: skip
     return replace(
         prompt,
@@ -179,22 +179,64 @@ def _tool_prompt(request: AnswerRequest, context: Context | None, tokenizer: Tok
     if tokenizer.render is None or form is None:
         template = "no chat template" if tokenizer.render is None else "a chat template without a known form of calls"
         raise BodyError(f"{about} cannot be about tools: this model has {template}", about, code="unsupported_field")
-    tools = {"tools": [tool.for_template for tool in request.tools]} if request.tools else {}
-    text = tokenizer.render([_for_template(one) for one in request.messages], **tools)
-    prompt, calls = Prompt(tokenizer.encode(text, False), answers=True), request.calls
+    prompt = Prompt(tokenizer.encode(_rendered(request, tokenizer.render), False), answers=True)
+    calls = request.calls
     if calls is None:
         return _with_syntax(prompt, tokenizer)
     if calls.takes_grammar or request.grammar:
         schema = request.grammar.source if request.grammar else None
+        if form.style == "bare" and schema == ANY_OBJECT and calls.tools:
+            says = "is for answers without tools here: any JSON object may be a call as this model writes them"
+            raise BodyError(f"{request.grammar_field} {says}; give a json_schema", request.grammar_field)
         with _grammar_errors("tools"):
+            calls.check()
             grammar = call_grammar(form, calls, tokenizer, schema)
             grammar.check()
         prompt = replace(prompt, grammar=grammar)
     return _with_syntax(prompt, tokenizer, form if calls.tools else None, request.tools)
 
 
-def _for_template(one: Message) -> dict[str, Any]:
-    """A message as chat templates take it."""
+def _rendered(request: AnswerRequest, render: Callable[..., str]) -> str:
+    """What the chat template makes of messages about tools.
+
+    Raises:
+        ModelError: it fails.
+    """
+    names: dict[str, str] = {}  # of called tools, by the ids of the calls
+    messages = list[dict[str, Any]]()
+    for one in request.messages:
+        names |= {call.id: call.function.name for call in one.tool_calls}
+        messages.append(_for_template(one, names))
+    first = next((at for at, one in enumerate(request.messages) if one.role == "user"), None)
+    if first is not None and len(parts := request.messages[first].content) > 1:  # a text, and a question about it
+        messages[first]["content"] = parts[0] + line_ends_behind(parts[0]) + "".join(parts[1:])
+    tools = {"tools": [tool.for_template for tool in request.tools]} if request.tools else {}
+    try:
+        return render(messages, **tools)
+    except ModelError:
+        merged = _with_texts_in_results(messages)
+        if len(merged) == len(messages):
+            raise
+        return render(merged, **tools)
+
+
+def _with_texts_in_results(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The messages, with a text of the user behind the result of a call as part of that: some templates want the
+    model's answer next."""
+    found: list[dict[str, Any]] = []
+    for one in messages:
+        if one["role"] == "user" and found and found[-1]["role"] == "tool":
+            found[-1] = found[-1] | {"content": f"{found[-1]['content']}\n\n{one['content']}"}
+        else:
+            found.append(one)
+    return found
+
+
+def _for_template(one: Message, names: Mapping[str, str] | None = None) -> dict[str, Any]:
+    """A message as chat templates take it.
+
+    Args: `names` are those of the tools that were called, by the ids of the calls.
+    """
     given: dict[str, Any] = {"role": one.role, "content": one.text}
     if one.reasoning_content:
         given["reasoning_content"] = one.reasoning_content
@@ -205,7 +247,9 @@ def _for_template(one: Message) -> dict[str, Any]:
             for id, of in called
         ]
     if one.role == "tool":
-        given |= {"tool_call_id": one.tool_call_id, "name": one.name}
+        given["tool_call_id"] = one.tool_call_id
+        if name := one.name or (names or {}).get(one.tool_call_id or ""):
+            given["name"] = name
     return given
 
 

@@ -88,16 +88,19 @@ def response_body(request: AnswerRequest, model: str, answers: Mapping[int, Fini
 
 
 def _choice(index: int, answer: FinishedAnswer, chat: bool) -> dict[str, Any]:
-    said: dict[str, Any] = {"message": _message(answer)} if chat else {"text": answer.text}
-    logprobs, called = logprobs_field(answer.logprobs, chat), chat and "tool_calls" in said["message"]
+    said, called = {"text": answer.text}, False
+    if chat:
+        parts, called = parts_of(answer)
+        said = {"message": _message(parts)}
+    logprobs = logprobs_field(answer.logprobs, chat)
     return {"index": index, **said, "logprobs": logprobs, "finish_reason": finish_reason_of(answer, called)}
 
 
-def _message(answer: FinishedAnswer) -> dict[str, Any]:
+def _message(parts: Sequence[Part]) -> dict[str, Any]:
     texts, calls = {"content": "", "reasoning": ""}, dict[Call, str]()
-    for part in parts_of(answer):
+    for part in parts:
         if part.call:
-            calls[part.call] = calls.get(part.call, "") + part.text
+            calls[part.call] = part.text
         else:
             texts[part.kind] += part.text
     message: dict[str, Any] = {"role": "assistant", "content": texts["content"] or (None if calls else "")}
@@ -108,10 +111,10 @@ def _message(answer: FinishedAnswer) -> dict[str, Any]:
     return message
 
 
-def parts_of(answer: FinishedAnswer) -> list[Part]:
-    """What it consists of; neighbours differ in kind, or are calls."""
+def parts_of(answer: FinishedAnswer) -> tuple[list[Part], bool]:
+    """What it consists of, neighbours of one kind as one; and whether it has calls, all of them whole."""
     reader = AnswerParts(answer.syntax)
-    return joined([*reader.add(answer.text), *reader.finish()])
+    return joined([*reader.add(answer.text), *reader.finish()]), reader.calls
 
 
 def call_field(call: Call, arguments: str) -> dict[str, Any]:
@@ -129,7 +132,7 @@ def response_head(request: AnswerRequest, model: str, *, streamed: bool = False)
 
 
 def finish_reason_of(answer: AnswerEnd, called: bool = False) -> str:
-    """In OpenAI's words. `called`: whether it has calls."""
+    """In OpenAI's words. `called`: whether it has calls, all of them whole."""
     if called and answer.finish_reason in ("eos", "stop"):
         return "tool_calls"
     return _FINISH_REASONS.get(answer.finish_reason, answer.finish_reason)

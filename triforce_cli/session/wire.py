@@ -89,14 +89,23 @@ _NEUTRAL: dict[str, Sequence[Any]] = {
 class BodyError(TriforceError):
     """A request that cannot be answered as it was asked."""
 
-    def __init__(self, message: str, param: str | None = None, *, code: str | None = None, status: int = 400) -> None:
+    def __init__(
+        self,
+        message: str,
+        param: str | None = None,
+        *,
+        code: str | None = None,
+        status: int = 400,
+        may_lower: str | None = None,
+    ) -> None:
         """Args:
         param: the field that is at fault.
         code: in a word, for programs.
         status: as of HTTP.
+        may_lower: a field with which it would do if that were a smaller number.
         """
         super().__init__(message)
-        self.param, self.code, self.status = param, code, status
+        self.param, self.code, self.status, self.may_lower = param, code, status, may_lower
 
 
 # Kinds of values. What their checks raise is the rest of a sentence that begins with the field's name.
@@ -334,7 +343,7 @@ class Message(ClientObject):
     role: Annotated[Literal["system", "user", "assistant", "tool"], BeforeValidator(_role)] = NEEDED
     """`developer` is another word for `system`."""
     content: Texts = NEEDED
-    """None is needed beside calls."""
+    """Of `assistant` it may be null, as beside calls."""
     reasoning_content: Text | None = None
     """Of `assistant`: what it wrote before its answer."""
     tool_calls: Annotated[list[ToolCall], FailFast()] = []
@@ -361,7 +370,8 @@ class Message(ClientObject):
         if given.get("role") == "tool" and given.get("tool_call_id") is None:
             says = "is missing; give the id of the call whose result the message is"
             raise refused("tool_call_id", None, says, "needed")
-        return given | {"content": ""} if given.get("content") is None and given.get("tool_calls") else given
+        needs_none = given.get("content") is None and given.get("role") == "assistant"
+        return given | {"content": ""} if needs_none else given
 
     @classmethod
     def _is_neutral(cls, name: str, value: Any) -> bool:

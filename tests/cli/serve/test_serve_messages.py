@@ -114,7 +114,11 @@ def test_an_answer_is_that_of_a_chat_with_the_same_messages(server):
     result = {"type": "tool_result", "tool_use_id": "call-1", "content": [text_block("No.")], "is_error": True}
     thinking = {"type": "thinking", "thinking": "Ask.", "signature": ""}
     theirs = {
-        "system": [text_block("Be ", cache_control={"type": "ephemeral"}), text_block("brief.")],
+        "system": [
+            text_block("x-anthropic-billing-header: cc_version=2.1; cch=5f3a;"),
+            text_block("Be", cache_control={"type": "ephemeral"}),
+            text_block("brief."),
+        ],
         "messages": [
             {"role": "user", "content": "Oslo?"},
             {"role": "assistant", "content": [thinking, text_block("So:")]},
@@ -127,7 +131,7 @@ def test_an_answer_is_that_of_a_chat_with_the_same_messages(server):
     described = {"name": "weather", "description": WEATHER["description"], "parameters": WEATHER["input_schema"]}
     ours = {
         "messages": [
-            {"role": "system", "content": "Be brief."},
+            {"role": "system", "content": "Be\n\nbrief."},
             {"role": "user", "content": "Oslo?"},
             {"role": "assistant", "content": "So:", "reasoning_content": "Ask.", "tool_calls": called},
             {"role": "tool", "tool_call_id": "call-1", "content": "Error: No."},
@@ -322,6 +326,10 @@ def test_errors_are_those_that_the_client_knows(client, server):
     with pytest.raises(anthropic.NotFoundError) as missing:
         client.messages.create(model="other", messages=ASKED, max_tokens=5)
     assert missing.value.type == "not_found_error"
+    with pytest.raises(
+        anthropic.BadRequestError, match="input length and `max_tokens` exceed context limit: messages has"
+    ):
+        client.messages.create(model="target", messages=ASKED, max_tokens=20_000)
     for path in ("create", "stream"):
         with pytest.raises(anthropic.BadRequestError, match="prompt is too long: messages has"):
             asked = {"model": "target", "messages": [{"role": "user", "content": TEXT * 20}], "max_tokens": 5}

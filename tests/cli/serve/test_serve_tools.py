@@ -193,6 +193,30 @@ def test_the_prompt_is_that_of_transformers(family):
     assert (reply.json["choices"][0]["message"]["content"] or "") == alone.strip()
 
 
+def test_a_text_beside_a_result_is_part_of_it_where_the_template_wants_an_answer_next(pair, tmp_path):
+    """As Mistral's templates do."""
+    model, forks = tool_model(pair[0], tmp_path, "list", special=True), []
+    template = model / "chat_template.jinja"
+    strict = (
+        "{%- for m in messages %}{% if m.role == 'user' and loop.index0 and messages[loop.index0 - 1].role == 'tool' %}"
+    )
+    strict += "{{ raise_exception('after a result comes an answer') }}{% endif %}{% endfor %}"
+    template.write_text(strict + template.read_text())
+    call = {"id": "abcdefghi", "type": "function", "function": {"name": "now", "arguments": "{}"}}
+    before = [{"role": "user", "content": "When?"}, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    result = {"role": "tool", "tool_call_id": "abcdefghi"}
+    apart = [*before, {**result, "content": "At 5."}, {"role": "user", "content": "Sure?"}]
+    joined = [*before, {**result, "content": "At 5.\n\nSure?"}]
+    try:
+        server = serving(model, tmp_path, forks)
+        found = [server.ask("POST", CHAT, {**ASKED, "messages": one, "temperature": 0}).json for one in (apart, joined)]
+        assert found[0]["usage"]["prompt_tokens"] == found[1]["usage"]["prompt_tokens"]
+        assert found[0]["choices"][0]["message"]["content"] == found[1]["choices"][0]["message"]["content"]
+    finally:
+        for fork in forks:
+            fork.kill()
+
+
 @pytest.fixture(scope="module", params=[()], ids=[""])
 def server(request, pair, tmp_path_factory):
     folder, forks = tmp_path_factory.mktemp("tools"), []

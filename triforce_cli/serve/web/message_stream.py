@@ -29,7 +29,7 @@ class MessageStream(AnswerStream):
         self._head, self._prompt_tokens = message_head(model), len(job.prompts[0].token_ids)
         self._open: Part | None = None
         """What the block that grows began with."""
-        self._index, self._called = -1, False
+        self._index = -1
 
     def _begin(self) -> Iterator[bytes]:
         # How many tokens of the prompt are known already is not known yet: the last event has it.
@@ -50,7 +50,8 @@ class MessageStream(AnswerStream):
     def _complete(self, event: Complete, parts: Sequence[Part]) -> Iterator[bytes]:
         yield from self._piece(Piece(event.number, ""), parts)
         yield from self._end_block()
-        yield _event("message_delta", delta=ending(self._request, event.end, self._called), **cost_of(event.end))
+        called = self._parts[event.number].calls
+        yield _event("message_delta", delta=ending(self._request, event.end, called), **cost_of(event.end))
 
     def _end(self) -> Iterator[bytes]:
         yield _event("message_stop")
@@ -59,7 +60,7 @@ class MessageStream(AnswerStream):
         return sse(self._error_of(error), "error")
 
     def _begin_block(self, part: Part) -> Iterator[bytes]:
-        self._open, self._called = part, self._called or part.call is not None
+        self._open = part
         self._index += 1
         yield _event("content_block_start", index=self._index, content_block=block_begin(part))
 

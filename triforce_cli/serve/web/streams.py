@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from typing import Any
 
@@ -65,7 +65,12 @@ class AnswerStream(ABC):
             if isinstance(event, Failed):
                 yield self._error(event.error)
                 return
-            for one in self._events(event):
+            try:
+                found = [*self._events(event)]
+            except Exception as error:  # or the stream would break off without a word
+                yield self._error(as_body_error(error))
+                return
+            for one in found:
                 yield one
             if self._is_whole:
                 break
@@ -133,7 +138,6 @@ class ChunkStream(AnswerStream):
         super().__init__(job, keep_alive_s, error_of)
         self._chat, self._delivery = job.request.endpoint == CHAT, delivery
         self._same = response_head(job.request, model, streamed=True)
-        self._called: Counter[int] = Counter()  # of each answer: calls whose names were sent
         self._offsets: dict[int, int] = {}  # of each answer: length of the tokens whose logprobs were sent
 
     def _begin(self) -> Iterator[bytes]:
@@ -148,7 +152,7 @@ class ChunkStream(AnswerStream):
         more: dict[str, Any] = {"logprobs": self._logprobs(piece)}
         if piece.timings:
             more["timings"] = timings([piece.timings], [piece.timings])
-        said = [self._said(piece.number, part) for part in parts]
+        said = [self._said(part) for part in parts]
         if not said and (piece.logprobs or piece.timings):
             said = [{} if self._chat else ""]
         for index, one in enumerate(said):
@@ -156,9 +160,9 @@ class ChunkStream(AnswerStream):
 
     def _complete(self, event: Complete, parts: Sequence[Part]) -> Iterator[bytes]:
         for part in parts:
-            yield self._chunk(event.number, self._said(event.number, part))
+            yield self._chunk(event.number, self._said(part))
         more = {"timings": cost_of(self._request, self._answers)["timings"]} if self._is_whole else {}
-        reason = finish_reason_of(event.end, self._called[event.number] > 0)
+        reason = finish_reason_of(event.end, self._parts[event.number].calls)
         yield self._chunk(event.number, {} if self._chat else "", reason, **more)
 
     def _end(self) -> Iterator[bytes]:
@@ -170,17 +174,13 @@ class ChunkStream(AnswerStream):
     def _error(self, error: BodyError) -> bytes:
         return sse(self._error_of(error))
 
-    def _said(self, number: int, part: Part) -> dict[str, Any] | str:
+    def _said(self, part: Part) -> dict[str, Any] | str:
         if not self._chat:
             return part.text
         if part.call is None:
             return {"content" if part.kind == "content" else "reasoning_content": part.text}
-        index = part.call.index
-        field: dict[str, Any] = {"index": index, "function": {"arguments": part.text}}
-        if index >= self._called[number]:
-            field |= call_field(part.call, part.text)
-            self._called[number] = index + 1
-        return {"tool_calls": [field]}
+        field = call_field(part.call, part.text) if part.begins else {"function": {"arguments": part.text}}
+        return {"tool_calls": [{"index": part.call.index, **field}]}
 
     def _logprobs(self, piece: Piece) -> dict[str, Any] | None:
         offset = self._offsets.get(piece.number, 0)
