@@ -8,7 +8,7 @@ parts. The decoder does not know where keys are stored, at which positions, or h
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -40,6 +40,10 @@ million tokens these would take 8 GiB at a width of 4,096. Keys and values that 
 part, which of so many tokens takes a hundredth of the time of their attention."""
 
 
+END_ROWS = 256
+"""See `Tiling.end_rows`; fewer than those of a step."""
+
+
 @dataclass(frozen=True)
 class Tiling:
     """How the rows of a prompt are computed together, in tokens."""
@@ -47,22 +51,28 @@ class Tiling:
     prefill_rows: int = PREFILL_ROWS
     tail_rows: int = TAIL_ROWS
     prefill_tokens: int = PREFILL_TOKENS
+    end_rows: int = 0
+    """Of the parts behind the last multiple of `tail_rows`, where those of a step are computed each as it is by itself,
+    so that prompts can part at any of them; 0: there is one."""
 
     def tiles(self, start: int, n: int, stop: int | None = None) -> list[int]:
         """The tokens of each part of a pass over `n` tokens from position `start` on.
 
-        A part ends at a multiple of `prefill_rows`, and behind the last of those at multiples of `tail_rows`: another
-        number of rows rounds otherwise, so parts must not depend on where a reading began, if that was where one
-        begins.
+        A part ends at a multiple of `prefill_rows`, behind the last of those at multiples of `tail_rows`, behind the
+        last of these at multiples of `end_rows`: another number of rows rounds otherwise, so parts must not depend on
+        where a reading began, if that was where one begins.
 
         Args: `stop` is where the prompt ends, if not behind these tokens.
         """
         if n <= STEP_ROWS:
             return [n]
         found, position, end = [], start, start + n
-        whole = self.whole(end if stop is None else stop)
+        stop = end if stop is None else stop
+        whole, last = self.whole(stop), self._last(stop)
         while position < end:
             size = self.prefill_rows if position < whole else self.tail_rows
+            if position >= last:
+                size = self.end_rows or size
             found.append(min(end, (position // size + 1) * size) - position)
             position += found[-1]
         return found
@@ -77,6 +87,8 @@ class Tiling:
     def shareable(self, common: int, length: int, other: int) -> int:
         """Of `common` tokens that two prompts of these lengths begin with, those whose parts are the same in both."""
         whole, other_whole = self.whole(length), self.whole(other)
+        if self.end_rows and common >= self._last(length) == self._last(other):
+            return common
         if whole == other_whole and common >= whole:
             return common // self.tail_rows * self.tail_rows
         return min(common // self.prefill_rows * self.prefill_rows, whole, other_whole)
@@ -84,8 +96,12 @@ class Tiling:
     def parting(self, length: int) -> tuple[int, ...]:
         """Where prompts part at the latest that begin like one of this length, and the end of it: the ends of its last
         parts."""
-        last = length // self.tail_rows * self.tail_rows
+        last = self._last(length)
         return tuple(dict.fromkeys(max(0, end) for end in (last - self.tail_rows, last, length)))
+
+    def _last(self, length: int) -> int:
+        """Where the last tokens of a prompt begin, fewer than `tail_rows`."""
+        return length // self.tail_rows * self.tail_rows
 
     def whole(self, length: int) -> int:
         """Of a prompt's tokens those in parts of `prefill_rows`. The last `tail_rows` are not: where prompts that begin
@@ -256,7 +272,7 @@ class Decoder:
         """The heads and the MLP width that this rank holds."""
         self._kv_heads = split.kv_heads
         self.ranks = ranks
-        self.tiling = tiling
+        self._tiling = tiling
         self.device = device
         self.rope = Rope(config, device)
         self.matrices = matrices = ModelMatrices.of(config, split)
@@ -317,7 +333,7 @@ class Decoder:
         Raises:
             ModelError: see `ModelConfig.mtp_head` and `Checkpoint`.
         """
-        return cls(model.config.mtp_head, checkpoint, model.device, model.ranks, model.tiling, model)
+        return cls(model.config.mtp_head, checkpoint, model.device, model.ranks, model._tiling, model)
 
     @torch.inference_mode()
     def forward(
@@ -394,6 +410,13 @@ class Decoder:
         yield from (("weights", tensor) for tensor in kept)
         yield from (("weights", tensor) for layer in self._layers for tensor in layer.tensors())
         yield from self.rope.held()
+
+    @property
+    def tiling(self) -> Tiling:
+        """How the rows of a long pass are computed together. The last ones are computed as those of a step where these
+        do not depend on one another; states of linear attention do, on where a pass ends."""
+        ends = self.device.type == "cpu" and not self.part.linear and self.rows_are_independent
+        return replace(self._tiling, end_rows=min(END_ROWS, self._tiling.tail_rows)) if ends else self._tiling
 
     @property
     def rows_are_independent(self) -> bool:

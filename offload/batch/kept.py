@@ -264,7 +264,7 @@ class KeptCache:
         Args: `whole` is whether the text's own tokens are all to be copied.
         """
         full, rows = text.full, self._decoder.tiling.tail_rows
-        start = full.start if whole else shared if text.in_use else shared // rows * rows
+        start = full.start if whole else shared // rows * rows
         while start % full.chunk_size:
             start -= rows
         while full.prefix and start <= full.start:

@@ -230,7 +230,7 @@ def slices_together(
             return (yield from slices_of(target, sequence, partial(report, sequence), system))
         return found[number]
 
-    first, *others = sequences
+    others = sequences[1:]
     return [of_first(), *(of_other(number, one) for number, one in enumerate(others, 1))]
 
 
