@@ -1,6 +1,7 @@
 """The decoder computes what transformers computes, fed in any parts, from one weight file or shards."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -151,3 +152,35 @@ def test_prompts_share_parts_that_both_have(lengths, common):
         up_to = [sorted(end for end in of if end <= shared) for of in ends]
         assert up_to[0] == up_to[1]
     assert common - shared < PREFILL_ROWS + TAIL_ROWS
+
+
+BY_ROWS = replace(TILING, end_rows=256)
+"""Where rows of a step do not depend on one another."""
+
+
+@given(length=st.integers(1, 30_000), start=st.integers(0, 30_000))
+def test_the_last_parts_are_steps_where_rows_are_independent(length, start):
+    """And the others are those that they were."""
+    start = min(start, length - 1)
+    last = length // TAIL_ROWS * TAIL_ROWS
+    found, before = BY_ROWS.tiles(start, length - start), tiles(start, length - start)
+    ends = [start + sum(found[:i]) for i in range(len(found) + 1)]
+    assert ends[-1] == length
+    if length - start <= STEP_ROWS:
+        assert found == before
+        return
+    assert all(size <= 256 for end, size in zip(ends[1:], found, strict=True) if end > last)
+    kept = [end for end in ends[1:] if end <= last]
+    assert kept == [end for end in itertools.accumulate(before, initial=start) if start < end <= last]
+
+
+@given(text=st.integers(1, 30_000), own=st.integers(1, 2000), other=st.integers(1, 2000))
+def test_prompts_that_end_in_the_same_rows_share_all_that_they_begin_with(text, own, other):
+    length, further = text + own, text + other
+    found = BY_ROWS.shareable(text, length, further)
+    assert found == BY_ROWS.shareable(text, further, length) <= text
+    last = length // TAIL_ROWS * TAIL_ROWS
+    if last == further // TAIL_ROWS * TAIL_ROWS and text >= last:
+        assert found == text
+    else:
+        assert found == shareable(text, length, further)

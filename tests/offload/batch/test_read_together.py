@@ -1,0 +1,115 @@
+"""Prompts that wait are read in one pass, where what is left of them fits into one."""
+
+from collections import deque
+from dataclasses import replace
+
+import pytest
+from tiny import greedy_oracle, random_tokens
+from triforce.offload import Ended, Request, Sampling, Tokens
+from triforce.offload.speculation.tiers import Tier
+from triforce.tp import CapacityError
+from triforce.tp.decoder import Decoder
+
+GREEDY = Sampling(temperature=0.0)
+BOOK = random_tokens(700, seed=3)
+ASKS = [BOOK + random_tokens(n, seed=n) for n in (5, 9, 20, 30, 60, 100)]
+"""Behind the book 224 tokens, which are fewer than the rows of a step."""
+
+pytestmark = pytest.mark.usefixtures("independent")
+
+
+@pytest.fixture
+def independent(models):
+    if not models.engine("llama").target.rows_are_independent:
+        pytest.skip("rows of a step depend on one another without compiled kernels for AVX-512 BF16")
+
+
+@pytest.fixture
+def passes(monkeypatch):
+    """The tokens of each pass."""
+    seen, forward = [], Decoder.forward
+
+    def noted(decoder, token_ids, *args, **kwargs):
+        seen.append(len(token_ids))
+        return forward(decoder, token_ids, *args, **kwargs)
+
+    monkeypatch.setattr(Decoder, "forward", noted)
+    return seen
+
+
+def requests_of(prompts, new_tokens=12):
+    return [Request(prompt, GREEDY, new_tokens, ignore_eos=True) for prompt in prompts]
+
+
+def answers(engine, requests, **how):
+    """The tokens of each request to one run, or what it has failed with."""
+    waiting = deque(replace(request, tag=index) for index, request in enumerate(requests))
+    found = [[] for _ in requests]
+    run = engine.run(lambda waits: waiting.popleft() if waiting else None, **how)
+    for event in run:
+        if isinstance(event, Tokens):
+            found[event.sequence.tag] += event.round.tokens
+        elif isinstance(event, Ended) and event.sequence.failure:
+            found[event.sequence.tag] = event.sequence.failure
+    return found
+
+
+@pytest.mark.parametrize("in_slices", [False, True])
+@pytest.mark.parametrize("resident", [None, 0.0])
+def test_questions_about_a_text_that_is_known_are_read_in_one_pass(models, passes, resident, in_slices):
+    engine = models.engine("llama", resident=resident)
+    engine.generate([*BOOK, 1, 2, 3], GREEDY, 1)
+    passes.clear()
+    batch = engine.batch(requests_of(ASKS), in_slices=in_slices)
+    texts = {}
+    for index, event in batch:
+        texts.setdefault(index, []).extend(event.tokens)
+    assert [texts[i] for i in range(len(ASKS))] == [greedy_oracle(models["llama"][1], one, 12) for one in ASKS]
+    read = sum(len(one) for one in ASKS) - sum(one.statistics.reused_tokens for one in batch.sequences)
+    assert passes[0] == read, "all of it in the first pass"
+
+
+def test_what_does_not_fit_is_read_by_itself_behind_them(models):
+    prompts = [*ASKS[:3], BOOK + random_tokens(400, seed=8), *ASKS[3:]]
+    engine = models.engine("llama")
+    engine.generate([*BOOK, 1, 2, 3], GREEDY, 1)
+    assert answers(engine, requests_of(prompts)) == [greedy_oracle(models["llama"][1], one, 12) for one in prompts]
+
+
+def test_where_the_pass_fails_the_first_fails_and_others_are_read_by_themselves(models, monkeypatch):
+    engine = models.engine("llama")
+    engine.generate([*BOOK, 1, 2, 3], GREEDY, 1)
+
+    def refuse(tier, sequences):
+        raise CapacityError("none is left")
+
+    monkeypatch.setattr(Tier, "read", refuse)
+    first, *others = answers(engine, requests_of(ASKS))
+    assert isinstance(first, CapacityError)
+    assert others == [greedy_oracle(models["llama"][1], one, 12) for one in ASKS[1:]]
+
+
+def test_one_that_is_not_wanted_any_more_is_let_go(models):
+    engine = models.engine("llama")
+    engine.generate([*BOOK, 1, 2, 3], GREEDY, 1)
+    batch, texts = engine.batch(requests_of(ASKS)), {}
+    for index, event in batch:
+        if index == 0 and event.index == 0:
+            batch.end(2)  # it has been read by now, and has no token yet
+        texts.setdefault(index, []).extend(event.tokens)
+    assert 2 not in texts
+    assert [texts[i] for i in (0, 1, 3, 4, 5)] == [
+        greedy_oracle(models["llama"][1], ASKS[i], 12) for i in (0, 1, 3, 4, 5)
+    ]
+    again = engine.generate(ASKS[2], GREEDY, 12, ignore_eos=True)
+    assert again.token_ids == greedy_oracle(models["llama"][1], ASKS[2], 12)
+
+
+def test_a_run_that_ends_meanwhile_leaves_what_can_be_gone_on_from(models):
+    engine = models.engine("llama")
+    engine.generate([*BOOK, 1, 2, 3], GREEDY, 1)
+    batch = engine.batch(requests_of(ASKS))
+    next(batch)
+    batch.close()
+    for one in ASKS:
+        assert engine.generate(one, GREEDY, 6, ignore_eos=True).token_ids == greedy_oracle(models["llama"][1], one, 6)
