@@ -2,6 +2,7 @@
 
 from collections import deque
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from tiny import greedy_oracle, random_tokens
@@ -44,7 +45,7 @@ def requests_of(prompts, new_tokens=12):
 def answers(engine, requests, **how):
     """The tokens of each request to one run, or what it has failed with."""
     waiting = deque(replace(request, tag=index) for index, request in enumerate(requests))
-    found = [[] for _ in requests]
+    found: list[Any] = [[] for _ in requests]
     run = engine.run(lambda waits: waiting.popleft() if waiting else None, **how)
     for event in run:
         if isinstance(event, Tokens):
