@@ -111,7 +111,7 @@ def test_no_memory_of_a_pass_stays_taken_once_it_was_broken_off(models):
 def test_nobody_goes_on_from_what_a_broken_pass_has_left_of_a_text_that_others_build_on(models):
     """The first pass of who builds on it sends its last block home, a layer at a time."""
     engine = streaming(models, tiers=2, budget=640, block_length=8, early_end="off")
-    first = engine.stream(BOOK, GREEDY, 400, ignore_eos=True)
+    first = engine.stream(BOOK, GREEDY, 1200, ignore_eos=True)
     (kept,) = engine._kept.caches
     while kept.length - kept.blocks._base <= kept.blocks.block_size:  # until a round leaves more than a block open
         next(first)
