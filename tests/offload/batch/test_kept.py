@@ -108,17 +108,22 @@ def test_no_memory_of_a_pass_stays_taken_once_it_was_broken_off(models):
     assert "prefill" not in {part for part, _ in engine.held()}
 
 
+def with_more_than_a_block_open(engine):
+    """A prompt that begins with the book, the run that answered it, and its cache, of which a round has left as much."""
+    for more in range(60):
+        prompt = [*BOOK, *random_tokens(more, seed=1)]
+        run = engine.stream(prompt, GREEDY, 400, ignore_eos=True)
+        (kept,) = engine._kept.caches
+        if any(kept.length - kept.blocks._base > kept.blocks.block_size for _ in run):
+            run.close()
+            return prompt, run, kept
+    raise AssertionError("no round has left so much")
+
+
 def test_nobody_goes_on_from_what_a_broken_pass_has_left_of_a_text_that_others_build_on(models):
     """The first pass of who builds on it sends its last block home, a layer at a time."""
     engine = streaming(models, tiers=2, budget=640, block_length=8, early_end="off")
-    for more in range(60):  # until a round leaves more than a block open
-        prompt = [*BOOK, *random_tokens(more, seed=1)]
-        first = engine.stream(prompt, GREEDY, 400, ignore_eos=True)
-        (kept,) = engine._kept.caches
-        if any(kept.length - kept.blocks._base > kept.blocks.block_size for _ in first):
-            break
-    assert kept.length - kept.blocks._base > kept.blocks.block_size
-    first.close()
+    prompt, first, kept = with_more_than_a_block_open(engine)
     sent = []
 
     def send(layer, index, block, send=kept.blocks._send_home):
