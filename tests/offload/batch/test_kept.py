@@ -109,7 +109,7 @@ def test_no_memory_of_a_pass_stays_taken_once_it_was_broken_off(models):
 
 
 def with_more_than_a_block_open(engine):
-    """A prompt that begins with the book, the run that answered it, and its cache, of which a round has left as much."""
+    """A prompt that begins with the book, the run that answered it, and its cache, after a round that left as much."""
     for more in range(60):
         prompt = [*BOOK, *random_tokens(more, seed=1)]
         run = engine.stream(prompt, GREEDY, 400, ignore_eos=True)
