@@ -386,7 +386,8 @@ class Decoder:
         hidden = self._embedded(token_ids)
         if self._fusion:
             hidden = self._fusion.of(hidden, cache.hidden_before(len(token_ids)), self.config.rms_norm_eps)
-        parts = self.tiling.tiles(start, hidden.shape[0], stop)
+        n = hidden.shape[0]
+        parts = [n] if n <= STEP_ROWS else self.tiling.tiles(start, n, stop)
         work = _Progress(self.config, start, hidden.shape[0], on_progress)
         yield
         for layer in self._layers:
@@ -414,8 +415,10 @@ class Decoder:
     @property
     def tiling(self) -> Tiling:
         """How the rows of a long pass are computed together. The last ones are computed as those of a step where these
-        do not depend on one another; states of linear attention do, on where a pass ends."""
-        ends = self.device.type == "cpu" and not self.part.linear and self.rows_are_independent
+        do not depend on one another; states of linear attention do, on where a pass ends. Several ranks might not have
+        the same kernels, and must share the same tokens."""
+        alone = self.device.type == "cpu" and self.ranks.size == 1
+        ends = alone and not self.part.linear and self.rows_are_independent
         return replace(self._tiling, end_rows=min(END_ROWS, self._tiling.tail_rows)) if ends else self._tiling
 
     @property

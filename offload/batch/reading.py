@@ -203,35 +203,37 @@ def slices_together(
     system: System = THIS_MACHINE,
 ) -> list[Generator[bool, None, Tensor]]:
     """`slices_of` each of several sequences whose prompts are computed in one pass. The slices of the first one must
-    come first: they compute those of all. Where that fails, each of the others is computed by itself.
+    come first: they compute those of all. Where that fails, each is computed by itself.
 
     Args:
         read: computes the pass; see `Tier.read`.
-        report: called with each sequence once its prompt is computed.
+        report: called with each sequence and the share of its prompt that is computed.
 
     Raises:
         ReadingError: as `slices_of` does.
     """
     found: list[Tensor] = []
 
-    def of_first() -> Generator[bool, None, Tensor]:
+    def together() -> None:
         opened = [sequence.active for sequence in sequences]
-        for one in opened:
-            for _ in one.saved.begin(one.full) if one.saved else ():
-                yield False
-        found.extend(on_all_ranks(target, system, lambda: read(opened).clone()).split(1))
-        for sequence in sequences:
-            report(sequence, 1.0)
-        return found[0]
+        try:
+            for one in opened:
+                for _ in one.saved.begin(one.full) if one.saved else ():
+                    pass
+            found.extend(read(opened).clone().split(1))
+        except Exception:  # of all: whose it was is found by reading them one by one
+            for one in opened:
+                one.full.break_off()
 
-    def of_other(number: int, sequence: BatchSequence) -> Generator[bool, None, Tensor]:
+    def of_one(number: int, sequence: BatchSequence) -> Generator[bool, None, Tensor]:
+        if number == 0:
+            together()
         if not found:
-            sequence.active.full.break_off()
             return (yield from slices_of(target, sequence, partial(report, sequence), system))
+        report(sequence, 1.0)
         return found[number]
 
-    others = sequences[1:]
-    return [of_first(), *(of_other(number, one) for number, one in enumerate(others, 1))]
+    return [of_one(number, sequence) for number, sequence in enumerate(sequences)]
 
 
 def _pausing(go_on: Callable[[], Tensor | None], full: FullCache, tokens: int) -> Generator[bool, None, Tensor]:

@@ -95,7 +95,7 @@ class Run(Iterator[Event]):
         self._joining: list[BatchSequence] = []  # on rank 0
         self._short_of_memory = False  # since no sequence has left
         self._reading: Reading | None = None  # the prompt whose next slices come after the next round
-        self._read_with_it: list[Reading] = []  # those that are computed in the same pass
+        self._read_with_it: list[Reading] = []  # those behind it that are computed in the same pass, or are by now
         self._read_until = self._system.clock()  # when a prompt was read last: that is no time of decoding
         self.live = [BatchSequence(one, self._read_until) for one in order.orders]
         """The sequences that have not ended, and perhaps some that just have."""
@@ -349,28 +349,35 @@ class Run(Iterator[Event]):
             self._reading = self._read_with_it.pop(0)
             return True
         together: list[BatchSequence] = []
-        while not together or self._setup.reads_in_one_pass(together):
-            sequence = self._next_opened(beside=len(together))
-            if sequence is None or (together and not self._setup.reads_in_one_pass([*together, sequence])):
+        while True:
+            sequence = self._next_opened(beside=together)
+            if sequence is None:
                 break
             self._setup.make_room(self._running(), sequence)
             sequence.state, sequence.waits_for = "reading", None
             together.append(sequence)
+            if not self._setup.reads_in_one_pass(together):
+                break
+        behind = together.pop() if len(together) > 1 and not self._setup.reads_in_one_pass(together) else None
+        slices = [slices_of(self._target, one, partial(self._read, one), self._system) for one in together]
         if len(together) > 1:
             slices = slices_together(self.tiers[0].read, self._target, together, self._read, self._system)
-        else:
-            slices = [slices_of(self._target, one, partial(self._read, one), self._system) for one in together]
+        if behind:  # it was opened for more than it turned out to have
+            together.append(behind)
+            slices.append(slices_of(self._target, behind, partial(self._read, behind), self._system))
         self._read_with_it = [Reading(*one, self._system) for one in zip(together, slices, strict=True)]
         self._reading = self._read_with_it.pop(0) if together else None
         return bool(together)
 
-    def _next_opened(self, beside: int) -> BatchSequence | None:
+    def _next_opened(self, beside: Sequence[BatchSequence]) -> BatchSequence | None:
         """The next sequence that waits, opened; `None` where none fits.
 
-        Args: `beside` is how many are to be read, beside those that run.
+        Args: `beside`: those that it is to be read with in one pass, if there are any.
         """
         for sequence in self._waiting():
-            others = len(self._running()) + beside
+            others = len(self._running()) + len(beside)
+            if beside and not self._setup.reads_in_one_pass(beside, sequence):
+                return None
             if others >= self._most:
                 sequence.waits_for = f"{others} sequences are decoded together; --max-sequences raises that"
                 continue

@@ -39,7 +39,7 @@ from ..speculation.tiers import Tier
 from ..system import THIS_MACHINE, System
 from ..threads import DecodingThreads
 from ..transfer.link import Traffic
-from .kept import KeptCache, takes_over
+from .kept import KeptCache, common_length, takes_over
 from .sequence import ActiveSequence, BatchSequence
 
 
@@ -80,6 +80,10 @@ class Models:
         return RunRequest(
             *models, context, self.settings, self.target.ranks.size, answer=answer, limits=self.system.limits
         )
+
+
+_WORTH_WAITING = 64
+"""Tokens more that a prompt shares with one that is being read than with what is known, for which it waits for that."""
 
 
 class SequenceSetup:
@@ -195,15 +199,28 @@ class SequenceSetup:
         models.kept.others.add(sequence.active_or_none)
         sequence.statistics = replace(sequence.statistics, reused_tokens=full.length)
 
-    def reads_in_one_pass(self, sequences: Sequence[BatchSequence]) -> bool:
-        """Whether what is left to be read of these sequences, which are opened, can be computed in one pass, each row
-        as it is by itself."""
-        target = self.target
-        if target.device.type != "cpu" or self._models.padded or target.part.linear or not target.rows_are_independent:
+    def reads_in_one_pass(self, opened: Sequence[BatchSequence], further: BatchSequence | None = None) -> bool:
+        """Whether what is left to be read of these sequences, which are opened, and of a further one, which need not
+        be, can be computed in one pass: each row as it is by itself, in the memory that a prefill is planned with."""
+        if self._models.padded or not self._models.exact or not self.target.tiling.end_rows:
             return False
-        opened = [sequence.active for sequence in sequences]
-        rows = sum(len(one.context) - one.full.length for one in opened)
-        return rows <= STEP_ROWS and not any(one.saved and one.saved.has_work(one.full) for one in opened)
+        rows = sum(len(one.context) - one.active.full.length for one in opened)
+        if any(one.active.saved and one.active.saved.has_work(one.active.full) for one in opened):
+            return False
+        if further:
+            prompt, contexts = further.context, further.order.contexts
+            _, shared = self._models.kept.find(prompt)
+            restored = contexts.prefix.tokens if contexts.prefix else 0
+            if contexts.save is not None or restored > shared:
+                return False
+            # It would rather wait for what it shares with one of these.
+            if any(common_length(prompt, one.context) > shared + _WORTH_WAITING for one in opened):
+                return False
+            rows += len(prompt) - shared
+        longest = max(len(one.context) for one in (*opened, *([further] if further else [])))
+        plan, chunks = opened[0].active.plan, longest // self._models.settings.planned_chunk_size
+        shares = self.target.part.num_heads * rows * chunks * 4  # bytes of the attention that rows give to chunks
+        return rows <= STEP_ROWS and shares <= plan.prefill
 
     def make_room(self, running: Sequence[BatchSequence], reading: BatchSequence | None = None) -> None:
         """Has keys and values leave a GPU for host memory, where room is planned for them there, if others have taken

@@ -212,12 +212,12 @@ class FullCache:
         for holder, next_one in pairwise(self.holders):
             first_row, stop = self.length - holder.start, next_one.start - holder.start
             holder.blocks.prepare(holder.length - holder.start, 0, rows=n, first_row=first_row, stop=stop)
-        self._begin, self._stop = self.length, self.length + n
+        self.begin(n)
         self.blocks.prepare(self._begin - self.start, n)
-        self.begin_states(n)
 
-    def begin_states(self, n: int) -> None:
-        """Announces a pass over `n` tokens to states, if there are any."""
+    def begin(self, n: int) -> None:
+        """Announces a pass over `n` tokens that several caches attend in together."""
+        self._begin, self._stop = self.length, self.length + n
         if self.states:
             self.states.begin(self.length, n)
 
@@ -385,6 +385,7 @@ class FullCache:
         if self.blocks.move_from(other.blocks, length):
             self._copy_others(other, length)
             self._filled = [length] * len(self._filled)
+            self._begin = self._stop = length
             self._restored, self._restored_with = min(length, other._restored), other._restored_with
 
     def copy_from(self, other: FullCache, length: int) -> None:

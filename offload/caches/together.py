@@ -84,7 +84,7 @@ class JoinedFullCache(JoinedCache):
     def prepare(self, n: int) -> None:
         self._attention.prepare(self.counts)
         for cache, count in zip(self._caches, self.counts, strict=True):
-            cache.begin_states(count)
+            cache.begin(count)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         rope, rotation = self._caches[0].rope, self.rotation()

@@ -134,11 +134,13 @@ class Tier:
         return emitted
 
     def read(self, sequences: Sequence[TokenSequence]) -> Tensor:
-        """One pass over the tokens of each context that this tier's caches lack, at least one: the logits
-        `[sequences, vocab]` of what follows. Of several sequences they are at most `STEP_ROWS` together."""
+        """One pass over the tokens of each context that this tier's caches lack, at least one, and at most `STEP_ROWS`
+        together: the logits `[sequences, vocab]` of what follows."""
         pending = [self._pending(sequence) for sequence in sequences]
-        counts = [len(tokens) for tokens in pending]
-        return self._logits(sequences, self._concatenated(pending), counts, [1] * len(sequences))
+        passes = JoinedPasses([sequence.passes[self.name] for sequence in sequences], captures=False)
+        token_ids = readable(self._concatenated(pending), self.decoder.config.vocab_size)
+        logits = passes.forward(token_ids, [len(tokens) for tokens in pending], [1] * len(sequences))
+        return cover(logits, self.vocab_size)
 
     def rollback(self, sequence: TokenSequence, length: int) -> None:
         """Rolls the sequence's caches of this tier and those below back to its first `length` tokens, if they hold

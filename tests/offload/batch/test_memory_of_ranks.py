@@ -15,7 +15,6 @@ from triforce.offload.caches.retrieval import RetrievalCache
 from triforce.offload.system import System
 from triforce.offload.transfer.make import make_blocks
 from triforce.tp import CapacityError, matrices
-from triforce.tp.decoder import END_ROWS
 
 TAIL_ROWS = 1024
 """Behind the last whole 4,096 tokens of a prompt, what prompts share is a multiple of these (docs/exactness.md)."""
@@ -124,9 +123,8 @@ def run_short_in_reading(root, settings):
     engine = Engine.load(root / "target", root / "draft", device="cpu", dtype="float32", gpus=2, budget=64, **settings)
     if engine.target.ranks.rank:
         refuse(FullCache, "prepare", lambda cache, n: n == 301)
-        # Where rows are independent, the last ones are a part of their own.
-        refuse(FullCache, "attend", lambda cache, layer, q, *_: layer == 1 and q.shape[1] in (302, 302 - END_ROWS))
-        refuse(matrices, "gated_mlp", lambda rows, *_: rows.shape[0] in (303, 303 - END_ROWS))
+        refuse(FullCache, "attend", lambda cache, layer, q, *_: layer == 1 and q.shape[1] == 302)
+        refuse(matrices, "gated_mlp", lambda rows, *_: rows.shape[0] == 303)
         refuse(RetrievalCache, "refresh", lambda cache: cache.source.length == 304)
     prompts = [PROMPTS[0], *(random_tokens(n, seed=n) for n in PLACES), PROMPTS[2]]
     lengths = [150, *([NEW_TOKENS] * (len(prompts) - 1))]

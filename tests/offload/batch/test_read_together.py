@@ -5,9 +5,10 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 from tiny import greedy_oracle, random_tokens
 from triforce.offload import Ended, Request, Sampling, Tokens
-from triforce.offload.speculation.tiers import Tier
+from triforce.offload.caches.together import JoinedFullCache
 from triforce.tp import CapacityError
 from triforce.tp.decoder import Decoder
 
@@ -77,17 +78,62 @@ def test_what_does_not_fit_is_read_by_itself_behind_them(models):
     assert answers(engine, requests_of(prompts)) == [greedy_oracle(models["llama"][1], one, 12) for one in prompts]
 
 
-def test_where_the_pass_fails_the_first_fails_and_others_are_read_by_themselves(models, monkeypatch):
+@pytest.mark.parametrize("resident", [None, 0.0])
+def test_where_the_pass_fails_each_is_read_by_itself(models, resident, monkeypatch):
+    """Once a layer has the tokens, and another has not."""
+    engine = models.engine("llama", resident=resident)
+    engine.generate([*BOOK, 1, 2, 3], GREEDY, 1)
+    attend, failed = JoinedFullCache.attend, []
+
+    def fail_once(cache, layer, *tensors):
+        if layer == 1 and not failed:
+            failed.append(sum(cache.counts))
+            raise CapacityError("none is left")
+        return attend(cache, layer, *tensors)
+
+    monkeypatch.setattr(JoinedFullCache, "attend", fail_once)
+    assert answers(engine, requests_of(ASKS)) == [greedy_oracle(models["llama"][1], one, 12) for one in ASKS]
+    assert failed and failed[0] > 200
+
+
+@pytest.mark.parametrize("family", ["mistral-window", "gemma3"])
+def test_families_with_windows_are_read_together_too(models, family):
+    engine = models.engine(family)
+    engine.generate([*BOOK, 1, 2, 3], GREEDY, 1)
+    assert answers(engine, requests_of(ASKS)) == [greedy_oracle(models[family][1], one, 12) for one in ASKS]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_keys_and_values_are_the_bits_of_a_prompt_read_alone(models, dtype):
+    """Behind the text that all begin with, and of it where it ends in the same rows."""
+    together, alone = models.engine("llama", dtype=dtype), models.engine("llama", dtype=dtype)
+    batch = together.batch([Request([*BOOK, 1, 2, 3], GREEDY, 40, ignore_eos=True), *requests_of(ASKS, 1)])
+    for _ in batch:
+        pass
+    for one in ASKS:
+        again = together.stream(one, GREEDY, 1)
+        assert [token for event in again for token in event.tokens] and again.statistics.reused_tokens >= len(one) - 16
+        run = alone.stream(one, GREEDY, 1, reuse=0)
+        assert [event.tokens for event in run]
+        (kept,) = alone._kept.caches
+        found = max(together._kept.caches, key=lambda cache: cache.length == len(one))
+        for layer in range(kept.config.num_layers):
+            for mine, theirs in zip(found.slice(layer, 0, len(one)), kept.slice(layer, 0, len(one)), strict=True):
+                assert torch.equal(mine, theirs)
+
+
+def test_what_shares_more_with_one_that_is_read_waits_for_it(models):
+    """It is opened once that is read, and reads its own tokens alone."""
+    new = random_tokens(150, seed=5)
+    prompts = [[*BOOK, *new, *random_tokens(n, seed=n)] for n in (5, 9)]
     engine = models.engine("llama")
     engine.generate([*BOOK, 1, 2, 3], GREEDY, 1)
-
-    def refuse(tier, sequences):
-        raise CapacityError("none is left")
-
-    monkeypatch.setattr(Tier, "read", refuse)
-    first, *others = answers(engine, requests_of(ASKS))
-    assert isinstance(first, CapacityError)
-    assert others == [greedy_oracle(models["llama"][1], one, 12) for one in ASKS[1:]]
+    batch = engine.batch(requests_of(prompts))
+    texts = {}
+    for index, event in batch:
+        texts.setdefault(index, []).extend(event.tokens)
+    assert [texts[0], texts[1]] == [greedy_oracle(models["llama"][1], one, 12) for one in prompts]
+    assert batch.sequences[1].statistics.reused_tokens >= len(BOOK) + len(new) - 8
 
 
 def test_one_that_is_not_wanted_any_more_is_let_go(models):
@@ -112,5 +158,7 @@ def test_a_run_that_ends_meanwhile_leaves_what_can_be_gone_on_from(models):
     batch = engine.batch(requests_of(ASKS))
     next(batch)
     batch.close()
-    for one in ASKS:
-        assert engine.generate(one, GREEDY, 6, ignore_eos=True).token_ids == greedy_oracle(models["llama"][1], one, 6)
+    for one in ASKS[:2]:
+        found = engine.generate(one, GREEDY, 6, ignore_eos=True)
+        assert found.token_ids == greedy_oracle(models["llama"][1], one, 6)
+        assert found.stats["reused_tokens"] >= len(one) - 16, "what was read stays known"
