@@ -172,13 +172,14 @@ def _with_syntax(
 
 def _tool_prompt(request: AnswerRequest, context: Context | None, tokenizer: Tokenizer) -> Prompt:
     """The prompt of messages that are about tools, all of it from the chat template."""
-    about = "tools" if request.tools else "messages"
+    about, given = ("tools", "is given") if request.tools else ("messages", "has calls of tools, or their results")
     if context is not None:
-        raise BodyError(f"{about} cannot be about tools here: the saved context stands before them", about)
+        says = "the saved context stands before the place where a template has tools"
+        raise BodyError(f"{about} {given}, but {says}; leave one of them out", about)
     form = CallForm.of(tokenizer)
     if tokenizer.render is None or form is None:
         template = "no chat template" if tokenizer.render is None else "a chat template without a known form of calls"
-        raise BodyError(f"{about} cannot be about tools: this model has {template}", about, code="unsupported_field")
+        raise BodyError(f"{about} {given}, but this model has {template}", about, code="unsupported_field")
     prompt = Prompt(tokenizer.encode(_rendered(request, tokenizer.render), False), answers=True)
     calls = request.calls
     if calls is None:
