@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from typing import Any
 
@@ -17,6 +18,17 @@ def random_schema(chance: random.Random, depth: int = 2) -> dict[str, Any]:
         "required": names if chance.random() < 0.7 else names[:1],
         "additionalProperties": False,
     }
+
+
+def damaged(value: Any, chance: random.Random) -> Any:
+    """What becomes of JSON where a few letters of it are others; `None`: none."""
+    text = list(json.dumps(value))
+    for _ in range(chance.randint(1, 4)):
+        text[chance.randrange(len(text))] = chance.choice('{}[]",:0a$')
+    try:
+        return json.loads("".join(text))
+    except ValueError:
+        return None
 
 
 def _value(chance: random.Random, depth: int) -> dict[str, Any]:

@@ -387,6 +387,7 @@ class Decoder:
         if self._fusion:
             hidden = self._fusion.of(hidden, cache.hidden_before(len(token_ids)), self.config.rms_norm_eps)
         n = hidden.shape[0]
+        # A step is one part, whose tiling need not be looked up: that asks every matrix.
         parts = [n] if n <= STEP_ROWS else self.tiling.tiles(start, n, stop)
         work = _Progress(self.config, start, hidden.shape[0], on_progress)
         yield

@@ -349,25 +349,20 @@ class Run(Iterator[Event]):
             self._reading = self._read_with_it.pop(0)
             return True
         together: list[BatchSequence] = []
-        while True:
-            sequence = self._next_opened(beside=together)
-            if sequence is None:
-                break
+        behind: list[BatchSequence] = []  # one that turned out to have more to be read than was expected
+        while not behind and (sequence := self._next_opened(beside=together)):
             self._setup.make_room(self._running(), sequence)
             sequence.state, sequence.waits_for = "reading", None
-            together.append(sequence)
-            if not self._setup.reads_in_one_pass(together):
-                break
-        behind = together.pop() if len(together) > 1 and not self._setup.reads_in_one_pass(together) else None
-        slices = [slices_of(self._target, one, partial(self._read, one), self._system) for one in together]
+            fits = not together or self._setup.reads_in_one_pass([*together, sequence])
+            (together if fits else behind).append(sequence)
         if len(together) > 1:
             slices = slices_together(self.tiers[0].read, self._target, together, self._read, self._system)
-        if behind:  # it was opened for more than it turned out to have
-            together.append(behind)
-            slices.append(slices_of(self._target, behind, partial(self._read, behind), self._system))
-        self._read_with_it = [Reading(*one, self._system) for one in zip(together, slices, strict=True)]
-        self._reading = self._read_with_it.pop(0) if together else None
-        return bool(together)
+        else:
+            slices, behind, together = [], together + behind, []
+        slices += [slices_of(self._target, one, partial(self._read, one), self._system) for one in behind]
+        self._read_with_it = [Reading(*one, self._system) for one in zip(together + behind, slices, strict=True)]
+        self._reading = self._read_with_it.pop(0) if self._read_with_it else None
+        return self._reading is not None
 
     def _next_opened(self, beside: Sequence[BatchSequence]) -> BatchSequence | None:
         """The next sequence that waits, opened; `None` where none fits.

@@ -9,7 +9,7 @@ import jsonschema
 import pytest
 from checkpoints import change_config
 from command import TEXT, run_here
-from random_schemas import random_schema
+from random_schemas import damaged, random_schema
 from served import CHAT, COMPLETION, Process
 from templates import with_template
 
@@ -230,12 +230,8 @@ def test_a_grammar_of_many_rules_leaves_the_server_whole(server):
 def test_schemas_that_were_damaged_leave_the_server_whole(server):
     chance = random.Random(5)
     for _ in range(200):
-        text = list(json.dumps(random_schema(chance)))
-        for _ in range(chance.randint(1, 4)):
-            text[chance.randrange(len(text))] = chance.choice('{}[]",:0a$')
-        try:
-            schema = json.loads("".join(text))
-        except ValueError:
+        schema = damaged(random_schema(chance), chance)
+        if schema is None:
             continue
         form = {"type": "json_schema", "json_schema": {"schema": schema}}
         assert server.ask("POST", CHAT, ASKED | {"response_format": form, "max_tokens": 6}).status in (200, 400)

@@ -94,7 +94,7 @@ class CallForm:
             return cls("named" if ARGS in template else "list")
         if OPENS in template and "<function=" in template:
             return cls("xml")
-        if OPENS in template and "<arg_key>" not in template:  # as GLM has it
+        if OPENS in template and "<arg_key>" not in template:  # by which GLM's form is known
             return cls("json")
         return cls("bare") if '"parameters"' in template and '"name"' in template else None
 

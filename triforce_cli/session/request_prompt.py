@@ -63,7 +63,7 @@ def request_prompts(request: AnswerRequest, tokenizer: Tokenizer, config: ModelC
     """
     context = None
     if request.grammar:
-        with _grammar_errors(request.grammar_field):
+        with grammar_errors(request.grammar_field):
             request.grammar.check()
     if request.context is not None:
         try:
@@ -86,7 +86,7 @@ def request_prompts(request: AnswerRequest, tokenizer: Tokenizer, config: ModelC
 
 
 @contextmanager
-def _grammar_errors(field: str | None) -> Iterator[None]:
+def grammar_errors(field: str | None) -> Iterator[None]:
     """Has a grammar that cannot be followed refused by the field that asks for it."""
     try:
         yield
@@ -189,7 +189,7 @@ def _tool_prompt(request: AnswerRequest, context: Context | None, tokenizer: Tok
         if form.style == "bare" and schema == ANY_OBJECT and calls.tools:
             says = "is for answers without tools here: any JSON object may be a call as this model writes them"
             raise BodyError(f"{request.grammar_field} {says}; give a json_schema", request.grammar_field)
-        with _grammar_errors("tools"):
+        with grammar_errors("tools"):
             calls.check()
             grammar = call_grammar(form, calls, tokenizer, schema)
             grammar.check()

@@ -6,7 +6,7 @@ import random
 import jsonschema
 import pytest
 from checkpoints import change_config
-from random_schemas import random_schema
+from random_schemas import damaged, random_schema
 from served import CHAT, COMPLETION, Process
 from tool_models import MARKS, tool_model
 from transformers import AutoTokenizer
@@ -339,13 +339,9 @@ def test_calls_of_random_schemas_are_of_them(family):
 def test_tools_that_were_damaged_leave_the_server_whole(server):
     chance = random.Random(5)
     for _ in range(200):
-        schema = random_schema(chance)
-        text = list(json.dumps([{"type": "function", "function": {"name": "find", "parameters": schema}}]))
-        for _ in range(chance.randint(1, 4)):
-            text[chance.randrange(len(text))] = chance.choice('{}[]",:0a$')
-        try:
-            tools = json.loads("".join(text))
-        except ValueError:
+        tool = {"type": "function", "function": {"name": "find", "parameters": random_schema(chance)}}
+        tools = damaged([tool], chance)
+        if tools is None:
             continue
         asked = {**ASKED, "tools": tools, "tool_choice": "required", "max_tokens": 6}
         assert server.ask("POST", CHAT, asked).status in (200, 400)

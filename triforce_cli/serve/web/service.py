@@ -11,14 +11,13 @@ from typing import Any, TypeVar
 
 from ....offload.checks import check_context
 from ....offload.contexts.home import user_store
-from ....offload.speculation.grammar import GrammarError
 from ....tp.errors import CapacityError, TriforceError
 from ....tp.model.config import ModelConfig
 from ....tp.weights.chat_template import Messages
 from ....tp.weights.tokenizer import Tokenizer
 from ...session.anthropic import ENDPOINTS, messages_request
 from ...session.prompt import Context, Prompt
-from ...session.request_prompt import TIMES_POSITIONS, request_prompts
+from ...session.request_prompt import TIMES_POSITIONS, grammar_errors, request_prompts
 from ...session.source import checked, decoded
 from ...session.wire import AnswerRequest, BodyError, Delivery, request_from_body, validated
 from ..answering.answering import SAVED_PROMPT
@@ -228,10 +227,8 @@ class Service:
         """
         engine = self.worker.engine
         if prompt.grammar and engine and engine.grammars:
-            try:
+            with grammar_errors(field or "tools"):
                 engine.grammars.prepare(prompt.grammar)
-            except GrammarError as error:
-                raise BodyError(str(error), field or "tools", code="grammar_not_usable") from error
 
     async def _prepare(self, client: str, num_bytes: int, work: Callable[[Tokenizer], T]) -> T:
         """Runs what takes time, with a text of so many bytes, beside the loop."""
