@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from .cpu.attention import compiled_attention
 from .cpu.calls import call, threads
-from .cpu.library import Level, cpu_level, loaded
+from .cpu.library import Level, QuantisedCall, cpu_level, loaded
 from .selection import STEP_ROWS, TILE_ROWS, selected
 
 
@@ -53,7 +53,37 @@ def linear(
         )
         return product if onto is None else onto.add_(product)
     outputs, inputs = weight.shape
-    return _normed(kernels.triforce_linear, x, norm, eps, weight, bias, onto, (inputs, outputs), outputs)
+    given = weight.data_ptr(), _address(bias), None
+    return _normed(kernels.triforce_linear, x, norm, eps, given, onto, (inputs, outputs), outputs)
+
+
+def held_linear(
+    x: Tensor,
+    held: QuantisedCall,
+    bias: Tensor | None = None,
+    *,
+    norm: Tensor | None = None,
+    eps: float = 0.0,
+    onto: Tensor | None = None,
+) -> Tensor | None:
+    """`linear` in bfloat16 with a matrix in few bits, whose numbers are made in the product with the rows of a step;
+    `None` where no compiled kernel computes that. The result is that of `linear` with its numbers, bit by bit."""
+    kernels = _kernels_for_held(x, onto, bias, norm)
+    if kernels is None:
+        return None
+    given = None, _address(bias), ctypes.byref(held)
+    return _normed(kernels.triforce_linear, x, norm, eps, given, onto, (held.inputs, held.outputs), held.outputs)
+
+
+def held_gated_mlp(
+    x: Tensor, norm: Tensor | None, eps: float, held: Sequence[QuantisedCall], *, onto: Tensor | None = None
+) -> Tensor | None:
+    """`gated_mlp` in bfloat16 with gate, up and down in few bits, with or without a norm; see `held_linear`."""
+    kernels = _kernels_for_held(x, onto, norm)
+    if kernels is None:
+        return None
+    (gate, _, down), given = held, (None, None, (QuantisedCall * 3)(*held))
+    return _normed(kernels.triforce_gated_mlp, x, norm, eps, given, onto, (gate.inputs, gate.outputs), down.outputs)
 
 
 def rms_norm(x: Tensor, norm: Tensor, eps: float) -> Tensor:
@@ -113,7 +143,8 @@ def gated_mlp(
         result = _by_tiles(plain, x)
         return result if onto is None else onto.add_(result)
     hidden, width = down.shape
-    return _normed(kernels.triforce_gated_mlp, x, norm, eps, gate_up, down, onto, (hidden, width), hidden)
+    given = gate_up.data_ptr(), down.data_ptr(), None
+    return _normed(kernels.triforce_gated_mlp, x, norm, eps, given, onto, (hidden, width), hidden)
 
 
 def _takes_sums(onto: Tensor | None, x: Tensor) -> bool:
@@ -152,23 +183,21 @@ def _normed(
     x: Tensor,
     norm: Tensor | None,
     eps: float,
-    weight: Tensor,
-    second: Tensor | None,
+    given: tuple[Any, Any, Any],
     onto: Tensor | None,
     sizes: tuple[int, int],
     outputs: int,
 ) -> Tensor:
-    """Calls `triforce_linear` or `triforce_gated_mlp`, which take the same arguments but for `second`: the bias of the
-    former, the second matrix of the latter."""
+    """Calls `triforce_linear` or `triforce_gated_mlp`, which take the same arguments but for `given`: matrix and bias, or
+    two matrices, and what holds them in few bits."""
     out = torch.empty((x.shape[0], outputs), dtype=x.dtype, device=x.device) if onto is None else onto
     failed = call(
         kernel,
         x.data_ptr(),
         x.stride(0),
-        None if norm is None else norm.data_ptr(),
+        _address(norm),
         eps,
-        weight.data_ptr(),
-        None if second is None else second.data_ptr(),
+        *given,
         out.data_ptr(),
         onto is not None,
         x.shape[0],
@@ -180,6 +209,10 @@ def _normed(
     if failed:
         raise MemoryError(f"no memory for the temporaries of {x.shape[0]} rows")
     return out
+
+
+def _address(given: Tensor | None) -> int | None:
+    return None if given is None else given.data_ptr()
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, out: Tensor | None = None) -> Tensor:
@@ -268,6 +301,13 @@ def _kernels_for(x: Tensor, weight: Tensor, *vectors: Tensor | None) -> ctypes.C
         if given is not None and (given.dtype != x.dtype or not given.is_contiguous()):
             return None
     return _kernels(x.device, x.dtype, selected().layers)
+
+
+def _kernels_for_held(x: Tensor, onto: Tensor | None, *vectors: Tensor | None) -> ctypes.CDLL | None:
+    """The same, if they can multiply `x` by a matrix in few bits."""
+    fits = x.dtype == torch.bfloat16 and x.stride(1) == 1 and x.shape[0] <= STEP_ROWS and _takes_sums(onto, x)
+    fits = fits and all(one is None or (one.dtype == x.dtype and one.is_contiguous()) for one in vectors)
+    return _kernels(x.device, x.dtype, selected().layers) if fits else None
 
 
 @functools.cache

@@ -6,17 +6,19 @@ that is computed in. Passes over few rows and over many multiply by the same num
 
 from __future__ import annotations
 
+import ctypes
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from functools import cached_property
+from typing import Self
 
 import torch
 from torch import Tensor
 
 from .cpu.calls import call, threads
-from .cpu.library import Level, cpu_level, loaded
-from .layers import linear, rms_norm
+from .cpu.library import Level, QuantisedCall, cpu_level, loaded
+from .layers import held_gated_mlp, held_linear, linear, rms_norm
 from .packages import usable_packages
 from .selection import STEP_ROWS, on_cpu, selected
 
@@ -31,6 +33,12 @@ _KINDS = {torch.uint8: 1, torch.int8: 2, torch.float8_e4m3fn: 3}
 
 _BLOCKS = 16
 """`BLOCKS` of cpu.h."""
+
+_NUMBERS = {
+    dtype: i
+    for i, dtype in enumerate((torch.float32, torch.float16, torch.bfloat16, torch.uint8, torch.int8, torch.int16))
+}
+"""`NUMBERS_FLOAT32` and those after it of cpu.h."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +98,9 @@ class QuantisedMatrix(ABC):
         """
         kernels, level = loaded(), cpu_level() if level is None else level
         assert kernels is not None
-        if self._call_compiled(kernels, out, level):
+        is_bf16 = out.dtype == torch.bfloat16
+        held = ctypes.byref(self.described)
+        if call(kernels.triforce_expand, held, out.data_ptr(), is_bf16, level, threads()):
             raise ValueError(f"this processor has not the instructions of level {level}")
 
     def product_compiled(self, x: Tensor) -> Tensor:
@@ -99,7 +109,8 @@ class QuantisedMatrix(ABC):
         kernels = loaded()
         assert kernels is not None
         out = x.new_empty(len(x), self.shape[0], dtype=torch.float32)
-        failed = self._call_product(kernels, x.float().contiguous(), out, is_bf16=x.dtype == torch.bfloat16)
+        held, rows, is_bf16 = ctypes.byref(self.described), x.float().contiguous(), x.dtype == torch.bfloat16
+        failed = call(kernels.triforce_product, held, rows.data_ptr(), len(x), out.data_ptr(), is_bf16, threads())
         if failed:
             raise MemoryError if failed == 1 else ValueError("this processor has not the instructions of AVX2")
         return out
@@ -117,13 +128,14 @@ class QuantisedMatrix(ABC):
     def _numbers(self) -> Tensor:
         """Those of it, in float32."""
 
-    @abstractmethod
-    def _call_compiled(self, kernels: Any, out: Tensor, level: int) -> int:
-        """Expands to `out`; what the kernel returns."""
+    @cached_property
+    def described(self) -> QuantisedCall:
+        """What the compiled kernels are told of it: addresses, good as long as it lives."""
+        return self._describe()
 
     @abstractmethod
-    def _call_product(self, kernels: Any, x: Tensor, out: Tensor, *, is_bf16: bool) -> int:
-        """Multiplies `x` by it to `out`, both float32; what the kernel returns."""
+    def _describe(self) -> QuantisedCall:
+        """See `described`."""
 
     @abstractmethod
     def _expand_triton(self, out: Tensor) -> None:
@@ -176,27 +188,14 @@ class GroupedMatrix(QuantisedMatrix):
         grouped = values.float().unflatten(1, (scales.shape[1], -1))
         return ((grouped - zeros) * scales.unsqueeze(-1)).flatten(1)
 
-    def _call_compiled(self, kernels: Any, out: Tensor, level: int) -> int:
-        scales, _zeros, *places = self._described()
-        return call(
-            kernels.triforce_expand,
-            *(*places, out.data_ptr(), *out.shape, scales.shape[1], out.dtype == torch.bfloat16, level, threads()),
+    def _describe(self) -> QuantisedCall:
+        zeros, group_of, groups = self.zeros, self.group_of, self.scales.shape[1]
+        return QuantisedCall(
+            *(self.values.data_ptr(), self.kind, self.values.stride(0), *self.shape, groups, self.shape[1] // groups),
+            0 if group_of is None else group_of.data_ptr(),
+            *(self.scales.data_ptr(), _NUMBERS[self.scales.dtype]),
+            *((0, 0, zeros) if isinstance(zeros, int) else (zeros.data_ptr(), _NUMBERS[zeros.dtype], 0)),
         )
-
-    def _call_product(self, kernels: Any, x: Tensor, out: Tensor, *, is_bf16: bool) -> int:
-        scales, _zeros, *places = self._described()
-        sizes = out.shape[1], x.shape[1], scales.shape[1]
-        return call(
-            kernels.triforce_product,
-            *(*places, 0, x.data_ptr(), len(x), out.data_ptr(), *sizes, is_bf16, threads()),
-        )
-
-    def _described(self) -> tuple[Any, ...]:
-        """Scales and zeros in float32, which must live as long as their addresses, and the kernels' first arguments."""
-        scales = self.scales.float()
-        zeros = torch.full_like(scales, self.zeros) if isinstance(self.zeros, int) else self.zeros.float()
-        group_of = None if self.group_of is None else self.group_of.data_ptr()
-        return scales, zeros, self.values.data_ptr(), self.kind, scales.data_ptr(), zeros.data_ptr(), group_of
 
     def sums_triton(self, x: Tensor, choice: Choice | None = None) -> Tensor:
         from .triton.groups import group_sums  # not imported where it is not used
@@ -320,20 +319,9 @@ class BlockMatrix(QuantisedMatrix):
             least * torch.cat((of_least & 63, last_least), dim=-1).float(),
         )
 
-    def _call_compiled(self, kernels: Any, out: Tensor, level: int) -> int:
-        return call(
-            kernels.triforce_expand_blocks,
-            *(self.blocks.data_ptr(), self.layout.number, out.data_ptr(), len(out), self.blocks.stride(0)),
-            *(out.shape[1], out.dtype == torch.bfloat16, level, threads()),
-        )
-
-    def _call_product(self, kernels: Any, x: Tensor, out: Tensor, *, is_bf16: bool) -> int:
-        held, kind, sizes = self.blocks, _BLOCKS + self.layout.number, (*out.shape[1:], *x.shape[1:])
-        return call(
-            kernels.triforce_product,
-            *(held.data_ptr(), kind, None, None, None, held.stride(0), x.data_ptr(), len(x), out.data_ptr()),
-            *(*sizes, 0, is_bf16, threads()),
-        )
+    def _describe(self) -> QuantisedCall:
+        held = self.blocks
+        return QuantisedCall(held.data_ptr(), _BLOCKS + self.layout.number, held.stride(0), *self.shape)
 
     def sums_triton(self, x: Tensor, choice: Choice | None = None) -> Tensor:
         from .triton.blocks import block_sums  # not imported where it is not used
@@ -410,6 +398,8 @@ def quantised_linear(
         from .triton.quantised import product_triton  # not imported where it is not used
 
         return product_triton(x.contiguous(), matrix, bias, onto)
+    if is_step and isinstance(product := held_linear(x, matrix.described, bias, norm=norm, eps=eps, onto=onto), Tensor):
+        return product
     if is_fused:
         product = matrix.product_compiled(x)
         product = (product if bias is None else product.add_(bias)).to(x.dtype)
@@ -426,6 +416,16 @@ def quantised_linear(
         part, of_part = matrix.outputs(some), None if bias is None else bias[some]
         product[:, some] = linear(x, part.expand_to(room[: part.shape[0]]), of_part, norm=norm, eps=eps)
     return product if onto is None else onto.add_(product)
+
+
+def quantised_mlp(
+    x: Tensor, matrices: Sequence[QuantisedMatrix], norm: Tensor | None, eps: float, *, onto: Tensor | None = None
+) -> Tensor | None:
+    """`layers.gated_mlp` with gate, up and down in few bits, where one compiled kernel computes it for the rows of a
+    step; else `None`."""
+    if x.dtype != torch.bfloat16 or not on_cpu(x.device):
+        return None
+    return held_gated_mlp(x, norm, eps, [one.described for one in matrices], onto=onto)
 
 
 def takes_chosen(device: torch.device) -> bool:

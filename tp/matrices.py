@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from math import prod
 from typing import Protocol
 
@@ -25,6 +26,7 @@ from ..kernels.quantised import (
     expansion_bytes,
     joined,
     quantised_linear,
+    quantised_mlp,
     takes_chosen,
 )
 from ..kernels.selection import STEP_ROWS, on_cpu
@@ -275,8 +277,28 @@ class GatedMlp:
             and isinstance(self.down, DenseWeight)
         ):
             return gated_mlp(rows, norm, eps, self.gate_up.matrix, self.down.matrix, onto=onto)
+        if self._in_few_bits and self.activation == "silu" and (norm is None or norm.dtype == rows.dtype):
+            found = quantised_mlp(rows, self._in_few_bits, norm, eps, onto=onto)
+            if found is not None:
+                return found
         gate, up = self.gate_up.times(rows, norm=norm, eps=eps).chunk(2, dim=-1)
         return self.down.times(gated(gate, up, self.activation), onto=onto)
+
+
+    @cached_property
+    def _in_few_bits(self) -> tuple[QuantisedMatrix, ...]:
+        """Gate, up and down, if each is one matrix in few bits without a bias; else none."""
+        if not isinstance(self.gate_up, QuantisedWeight) or not isinstance(self.down, QuantisedWeight):
+            return ()
+        parts = *self.gate_up.parts, *self.down.parts
+        if self.gate_up.bias is not None or self.down.bias is not None:
+            return ()
+        if len(self.gate_up.parts) == len(self.down.parts) == 1 and isinstance(parts[0], QuantisedMatrix):
+            width = parts[0].shape[0] // 2
+            parts = parts[0].outputs(slice(width)), parts[0].outputs(slice(width, None)), parts[1]
+        if len(parts) != 3 or not all(isinstance(part, QuantisedMatrix) for part in parts):
+            return ()
+        return tuple(part for part in parts if isinstance(part, QuantisedMatrix))
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from enum import IntEnum
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
-_ABI = 16
+_ABI = 17
 """`TRIFORCE_ABI` of cpu.h."""
 
 
@@ -80,6 +80,18 @@ class PackingCall(ctypes.Structure):
     )
 
 
+class QuantisedCall(ctypes.Structure):
+    """A matrix in few bits: `Quantised` of cpu.h, field by field."""
+
+    _fields_ = tuple(
+        (name, ctypes.c_int64)
+        for name in (
+            *("values", "kind", "row_bytes", "outputs", "inputs"),
+            *("groups", "group_size", "group_of", "scales", "scales_are", "zeros", "zeros_are", "zero"),
+        )
+    )
+
+
 class DeltaCall(ctypes.Structure):
     """The arguments of `triforce_delta_steps`: `Delta` of cpu.h, field by field."""
 
@@ -127,9 +139,10 @@ def _declare(kernels: ctypes.CDLL) -> None:
     """Argument types of the functions in cpu.h."""
     pointer, count, real, flag = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int
     kernels.triforce_attend.argtypes = [ctypes.POINTER(AttentionCall), count]
+    quantised = ctypes.POINTER(QuantisedCall)
     for kernel in (kernels.triforce_linear, kernels.triforce_gated_mlp):
         kernel.argtypes = [
-            *(pointer, count, pointer, real, pointer, pointer, pointer, flag),
+            *(pointer, count, pointer, real, pointer, pointer, quantised, pointer, flag),
             *(count, count, count, flag, flag, flag),
         ]
     kernels.triforce_rotate.argtypes = [
@@ -140,16 +153,8 @@ def _declare(kernels: ctypes.CDLL) -> None:
     for kernel in (kernels.triforce_pack, kernels.triforce_unpack):
         kernel.argtypes = [ctypes.POINTER(PackingCall)]
     kernels.triforce_gather.argtypes = [ctypes.POINTER(PackingCall), pointer, count, count, count]
-    kernels.triforce_expand.argtypes = [
-        *(pointer, flag, pointer, pointer, pointer, pointer),
-        *(count,) * 3,
-        *(flag,) * 3,
-    ]
-    kernels.triforce_expand_blocks.argtypes = [pointer, flag, pointer, count, count, count, flag, flag, flag]
-    kernels.triforce_product.argtypes = [
-        *(pointer, flag, pointer, pointer, pointer, count),
-        *(pointer, count, pointer, count, count, count, flag, flag),
-    ]
+    kernels.triforce_expand.argtypes = [quantised, pointer, flag, flag, flag]
+    kernels.triforce_product.argtypes = [quantised, pointer, count, pointer, flag, flag]
     kernels.triforce_delta_steps.argtypes = [ctypes.POINTER(DeltaCall)]
     double = ctypes.c_double
     kernels.triforce_distribution.argtypes = [*(pointer, count, count, double, count, double, double, pointer, flag)]

@@ -15,8 +15,6 @@
 #include "avx2.h"
 #endif
 
-#define SMALL_WORK ((int64_t)1 << 16) /* numbers below which starting other threads takes longer than it saves */
-
 #define INPUTS 256 /* the most a block has */
 #define RUN 16     /* the fewest with one scale */
 
@@ -31,36 +29,9 @@ INLINE int inputs_of(int form) { return form == BLOCKS_Q4_1 || form == BLOCKS_Q5
 
 INLINE int run_of(int form) { return form == BLOCKS_Q6_K ? 16 : 32; }
 
-INLINE int zero_of(int form) { return form == BLOCKS_Q6_K ? 32 : form == BLOCKS_Q5_0 ? 16 : 0; }
+INLINE int zero_of_form(int form) { return form == BLOCKS_Q6_K ? 32 : form == BLOCKS_Q5_0 ? 16 : 0; }
 
 INLINE int has_least(int form) { return form != BLOCKS_Q5_0 && form != BLOCKS_Q6_K; }
-
-INLINE int bytes_of(int form)
-{
-    switch (form) {
-    case BLOCKS_Q4_1: return 20;
-    case BLOCKS_Q5_0: return 22;
-    case BLOCKS_Q5_1: return 24;
-    case BLOCKS_Q4_K: return 144;
-    case BLOCKS_Q5_K: return 176;
-    default: return 210;
-    }
-}
-
-/* What the float16 in two bytes stands for. */
-INLINE float float16_at(const uint8_t *place)
-{
-    const uint32_t sign = (uint32_t)(place[1] & 0x80) << 24, magnitude = (uint32_t)(place[1] & 0x7f) << 8 | place[0];
-    const float small = (float)magnitude * 0x1p-24f; /* subnormal */
-    uint32_t bits;
-    memcpy(&bits, &small, 4);
-    if (magnitude >= 0x400)
-        bits = (magnitude << 13) + (magnitude >= 0x7c00 ? 0x70000000 : 0x38000000);
-    bits |= sign;
-    float number;
-    memcpy(&number, &bits, 4);
-    return number;
-}
 
 #define OF_EACH UINT64_C(0x0101010101010101) /* times a byte: that byte eight times */
 
@@ -164,11 +135,11 @@ INLINE void expand_form(const uint8_t *row, int form, int is_bf16, void *out, in
     for (int64_t first = 0; first < inputs; first += INPUTS) {
         const int count = inputs - first < INPUTS ? (int)(inputs - first) : INPUTS;
         float *numbers = is_bf16 ? unrounded : (float *)out + first;
-        for (int i = 0; i < count; i += of_block, row += bytes_of(form))
+        for (int i = 0; i < count; i += of_block, row += bytes_of_block(form))
             read_block(row, form, some.values + i, some.scales + i / run, some.least + i / run);
         for (int part = 0; part < count / run; part++)
             for (int i = part * run; i < (part + 1) * run; i++) {
-                const float number = some.scales[part] * (float)(some.values[i] - zero_of(form));
+                const float number = some.scales[part] * (float)(some.values[i] - zero_of_form(form));
                 numbers[i] = has_least(form) ? number - some.least[part] : number;
             }
         if (is_bf16)
@@ -209,16 +180,18 @@ __attribute__((target("avx2"))) static void expand_avx2(const uint8_t *row, int 
 }
 #endif
 
-void triforce_expand_row_of_blocks(const uint8_t *row, int form, void *out, int64_t inputs, int is_bf16, int level)
+void triforce_expand_blocks(const Quantised *matrix, int64_t r, int64_t first, int64_t count, void *out, int is_bf16, int level)
 {
+    const int form = (int)matrix->kind - BLOCKS;
+    const uint8_t *held = row_of(matrix, r) + first / inputs_of(form) * bytes_of_block(form);
 #ifdef HAS_AVX2
     if (level >= LEVEL_AVX2) {
-        expand_avx2(row, form, is_bf16, out, inputs);
+        expand_avx2(held, form, is_bf16, out, count);
         return;
     }
 #endif
     (void)level;
-    expand_plain(row, form, is_bf16, out, inputs);
+    expand_plain(held, form, is_bf16, out, count);
 }
 
 #ifdef HAS_AVX2
@@ -228,19 +201,19 @@ VEC void multiply_form(const uint8_t *row, int form, int is_bf16, const float *x
 {
     Values some;
     const int of_block = inputs_of(form), run = run_of(form);
-    const __m256i zero = _mm256_set1_epi32(zero_of(form));
+    const __m256i zero = _mm256_set1_epi32(zero_of_form(form));
     __m256 sums[MOST_ROWS_OF_BLOCKS];
     for (int r = 0; r < n; r++)
         sums[r] = vec_zero();
     for (int64_t first = 0; first < inputs; first += INPUTS) {
         const int count = inputs - first < INPUTS ? (int)(inputs - first) : INPUTS;
-        for (int i = 0; i < count; i += of_block, row += bytes_of(form))
+        for (int i = 0; i < count; i += of_block, row += bytes_of_block(form))
             read_block(row, form, some.values + i, some.scales + i / run, some.least + i / run);
         for (int part = 0; part < count / run; part++) {
             const __m256 scale = vec_all(some.scales[part]), least = vec_all(has_least(form) ? some.least[part] : 0.0f);
             for (int i = part * run; i < (part + 1) * run; i += LANES) {
                 __m256i values = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)(some.values + i)));
-                if (zero_of(form))
+                if (zero_of_form(form))
                     values = _mm256_sub_epi32(values, zero);
                 __m256 numbers = vec_mul(scale, _mm256_cvtepi32_ps(values));
                 if (has_least(form))
@@ -297,17 +270,3 @@ void triforce_multiply_blocks(const uint8_t *row, int form, const float *x, int6
     }
 }
 #endif
-
-int triforce_expand_blocks(const void *blocks, int form, void *out, int64_t rows, int64_t row_bytes, int64_t inputs,
-                           int is_bf16, int level, int threads)
-{
-    if (level > triforce_cpu_level())
-        return 2;
-    const int parts = rows * inputs < SMALL_WORK ? 1 : triforce_threads(threads);
-    (void)parts;
-#pragma omp parallel for num_threads(parts)
-    for (int64_t r = 0; r < rows; r++)
-        triforce_expand_row_of_blocks((const uint8_t *)blocks + r * row_bytes, form,
-                                      (char *)out + r * inputs * (is_bf16 ? 2 : 4), inputs, is_bf16, level);
-    return 0;
-}

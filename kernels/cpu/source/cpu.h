@@ -29,7 +29,7 @@ INLINE uint16_t bfloat16_of(float x)
 
 /* Raised whenever the arguments of a function or the arithmetic of a level change, so that Python refuses a library built
  * from other sources. */
-#define TRIFORCE_ABI 16
+#define TRIFORCE_ABI 17
 EXPORT int triforce_abi(void);
 
 /* Bytes of `Attention` (attention.h), which Python compares with its own declaration of it. */
@@ -55,19 +55,6 @@ typedef struct Attention Attention;
  * temporaries; 2 if this processor has not the level that was asked for. Of several calls the first one's threads count, and
  * `diagonal_at` is 0. */
 EXPORT int triforce_attend(const Attention *calls, int64_t count);
-
-/* `out[r] = w · norm(x[r]) + bias`: `x` has `n` rows of `inputs`, `stride` apart, `w` is `[outputs, inputs]`; `norm` (an
- * RMS norm's weight) and `bias` may be NULL. With `adds` that is added to what `out` holds, which `x` is no part of. 1 if
- * memory ran out, else 0. */
-EXPORT int triforce_linear(const void *x, int64_t stride, const void *norm, float eps, const void *w, const void *bias,
-                           void *out, int adds, int64_t n, int64_t inputs, int64_t outputs, int is_bf16, int level,
-                           int threads);
-
-/* `out[r] = down · (silu(gate · y) * (up · y))` of `y = norm(x[r])`: `gate_up` is `[2 * width, hidden]`, `down`
- * `[hidden, width]`. With `adds` that is added to what `out` holds, which may be `x`. 1 if memory ran out, else 0. */
-EXPORT int triforce_gated_mlp(const void *x, int64_t stride, const void *norm, float eps, const void *gate_up,
-                              const void *down, void *out, int adds, int64_t n, int64_t hidden, int64_t width,
-                              int is_bf16, int level, int threads);
 
 /* Rotary embedding of `x` `[heads, n, dim]`: row r by `cosines[r]` and `sines[r]` (rows of `dim`, `table_stride` apart,
  * the sign of the rotation in the sines), or a copy where these are NULL. Row r of `out` is the one at `slots[r]`, if
@@ -99,30 +86,48 @@ EXPORT int triforce_unpack(const Packing *call);
 EXPORT int triforce_gather(const Packing *call, const int64_t *tokens, int64_t first_head, int64_t heads,
                            int64_t count);
 
-/* How the numbers of a quantised matrix are held: two in a byte, the first one lower; in a byte each, one of them e4m3. */
-enum { VALUES_NIBBLES, VALUES_UINT8, VALUES_INT8, VALUES_FLOAT8 };
-
-/* `out[r][i] = (values[r][i] - zeros[r][g]) * scales[r][g]` in float32, rounded to bfloat16 if asked for: `rows` of `inputs`,
- * with `groups` scales and zeros each. Input i is of group `group_of[i]` or, where that is NULL, groups are neighbours.
- * 0; 2 if this processor has not the level. */
-EXPORT int triforce_expand(const void *values, int kind, const float *scales, const float *zeros, const int64_t *group_of,
-                           void *out, int64_t rows, int64_t inputs, int64_t groups, int is_bf16, int level, int threads);
-
-/* ggml's formats of blocks that kernels/quantised.py lists. */
+/* How the numbers of a quantised matrix are held: two in a byte, the first one lower; in a byte each, one of them e4m3; or
+ * BLOCKS and one of ggml's formats of blocks that kernels/quantised.py lists. */
+enum { VALUES_NIBBLES, VALUES_UINT8, VALUES_INT8, VALUES_FLOAT8, BLOCKS = 16 };
 enum { BLOCKS_Q4_1, BLOCKS_Q5_0, BLOCKS_Q5_1, BLOCKS_Q4_K, BLOCKS_Q5_K, BLOCKS_Q6_K };
 
-/* The numbers of a matrix in one of these formats, in float32 and rounded to bfloat16 if asked for: `rows` of `inputs`, whole
- * blocks, `row_bytes` apart. 0; 2 if this processor has not the level. */
-EXPORT int triforce_expand_blocks(const void *blocks, int form, void *out, int64_t rows, int64_t row_bytes, int64_t inputs,
-                                  int is_bf16, int level, int threads);
+/* What scales and zeros are. */
+enum { NUMBERS_FLOAT32, NUMBERS_FLOAT16, NUMBERS_BFLOAT16, NUMBERS_UINT8, NUMBERS_INT8, NUMBERS_INT16 };
 
-/* `out[r] = w · x[r]` in float32, from LEVEL_AVX2 on: `x` has `n` rows of `inputs`, a multiple of 8, `w` is `[outputs, inputs]`,
- * held as `triforce_expand` describes it or, where `kind` is BLOCKS and a format of blocks, as `triforce_expand_blocks` does;
- * its numbers are rounded to bfloat16 if asked for. 0; 1 if memory ran out; 2 if this processor has not the level. */
-enum { BLOCKS = 16 };
-EXPORT int triforce_product(const void *values, int kind, const float *scales, const float *zeros, const int64_t *group_of,
-                            int64_t row_bytes, const float *x, int64_t n, float *out, int64_t outputs, int64_t inputs,
-                            int64_t groups, int is_bf16, int threads);
+/* A matrix `[outputs, inputs]` in few bits; `QuantisedCall` of kernels/cpu/library.py declares the same fields in the same
+ * order. Number i of row r is `(values[r][i] - zeros[r][g]) * scales[r][g]` of the group g that is `group_of[i]` or, where that
+ * is 0, i's among `groups` of neighbours; or what its block says. */
+typedef struct {
+    int64_t values;    /* address of rows `row_bytes` apart */
+    int64_t kind, row_bytes, outputs, inputs;
+    int64_t groups, group_size; /* of a row, and inputs of one where they are neighbours; all else is of groups too */
+    int64_t group_of;           /* address of int64, or 0 */
+    int64_t scales, scales_are;
+    int64_t zeros, zeros_are; /* whole numbers, or 0: all are `zero` */
+    int64_t zero;
+} Quantised;
+
+/* `out[r] = w · norm(x[r]) + bias`: `x` has `n` rows of `inputs`, `stride` apart, `w` is `[outputs, inputs]`; `norm` (an
+ * RMS norm's weight) and `bias` may be NULL. With `adds` that is added to what `out` holds, which `x` is no part of. In bfloat16
+ * `held` may be what holds the matrix, or else NULL. 1 if memory ran out, else 0. */
+EXPORT int triforce_linear(const void *x, int64_t stride, const void *norm, float eps, const void *w, const void *bias,
+                           const Quantised *held, void *out, int adds, int64_t n, int64_t inputs, int64_t outputs,
+                           int is_bf16, int level, int threads);
+
+/* `out[r] = down · (silu(gate · y) * (up · y))` of `y = norm(x[r])`: `gate_up` is `[2 * width, hidden]`, `down`
+ * `[hidden, width]`; in bfloat16 `held` may be what holds the three of them, or else NULL. With `adds` that is added to what
+ * `out` holds, which may be `x`. 1 if memory ran out, else 0. */
+EXPORT int triforce_gated_mlp(const void *x, int64_t stride, const void *norm, float eps, const void *gate_up,
+                              const void *down, const Quantised *held, void *out, int adds, int64_t n, int64_t hidden,
+                              int64_t width, int is_bf16, int level, int threads);
+
+/* Writes the numbers of a matrix, in float32 and rounded to bfloat16 if asked for: 0; 2 if this processor has not the level.
+ * From LEVEL_AVX512BF16 on bfloat16 numbers below 2^-126 are zeros, as they are for the products there. */
+EXPORT int triforce_expand(const Quantised *matrix, void *out, int is_bf16, int level, int threads);
+
+/* `out[r] = w · x[r]` in float32, from LEVEL_AVX2 on: `x` has `n` rows of as many inputs as `w`, a multiple of 8, whose numbers
+ * are rounded to bfloat16 if asked for. 0; 1 if memory ran out; 2 if this processor has not the level. */
+EXPORT int triforce_product(const Quantised *w, const float *x, int64_t n, float *out, int is_bf16, int threads);
 
 /* The arguments of the gated delta rule; `DeltaCall` of kernels/cpu/library.py declares the same fields in the same order. */
 typedef struct {

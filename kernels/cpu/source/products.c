@@ -75,18 +75,14 @@ __attribute__((target(AVX2_TARGET))) static void multiply(const void *numbers, i
             out[r * out_stride + o] = vec_sum(sums[r * OUTPUTS + o]);
 }
 
-int triforce_product(const void *values, int kind, const float *scales, const float *zeros, const int64_t *group_of,
-                     int64_t row_bytes, const float *x, int64_t n, float *out, int64_t outputs, int64_t inputs,
-                     int64_t groups, int is_bf16, int threads)
+int triforce_product(const Quantised *w, const float *x, int64_t n, float *out, int is_bf16, int threads)
 {
-    const int level = triforce_cpu_level();
-    if (level < LEVEL_AVX2)
+    /* No other level's numbers in bfloat16 differ, but by zeros in the place of very small ones. */
+    const int level = triforce_cpu_level() < LEVEL_AVX2 ? LEVEL_NONE : LEVEL_AVX2, form = (int)w->kind - BLOCKS;
+    if (level == LEVEL_NONE)
         return 2;
-    float float8[256];
-    if (kind == VALUES_FLOAT8)
-        triforce_float8(float8);
-    const Grouped grouped = {values, kind, scales, zeros, group_of, float8, inputs, groups};
-    const int held = !is_bf16 ? FLOATS : kind < BLOCKS ? BFLOATS : FLOATS_TO_ROUND;
+    const int64_t inputs = w->inputs, outputs = w->outputs;
+    const int held = !is_bf16 ? FLOATS : form < 0 ? BFLOATS : FLOATS_TO_ROUND;
     const int64_t row_size = inputs * (held == BFLOATS ? 2 : 4), sets = (outputs + OUTPUTS - 1) / OUTPUTS;
     int failed = 0;
 #pragma omp parallel num_threads(triforce_threads(threads)) reduction(| : failed)
@@ -99,19 +95,14 @@ int triforce_product(const void *values, int kind, const float *scales, const fl
             const int64_t first = set * OUTPUTS, count = outputs - first < OUTPUTS ? outputs - first : OUTPUTS;
             if (failed)
                 continue;
-            if (kind >= BLOCKS && n > 0 && n <= MOST_ROWS_OF_BLOCKS) {
+            if (form >= 0 && n > 0 && n <= MOST_ROWS_OF_BLOCKS) {
                 for (int64_t o = first; o < first + count; o++)
-                    triforce_multiply_blocks((const uint8_t *)values + o * row_bytes, kind - BLOCKS, x, n, inputs, is_bf16,
-                                             out + o, outputs);
+                    triforce_multiply_blocks(row_of(w, o), form, x, n, inputs, is_bf16, out + o, outputs);
                 continue;
             }
-            for (int64_t o = 0; o < OUTPUTS; o++) {
-                const int64_t r = first + (o < count ? o : 0); /* of those that there are not, the first again */
-                if (kind < BLOCKS)
-                    triforce_expand_grouped(&grouped, r, numbers + o * row_size, held == BFLOATS, level);
-                else
-                    triforce_expand_row_of_blocks((const uint8_t *)values + r * row_bytes, kind - BLOCKS,
-                                                  numbers + o * row_size, inputs, 0, level);
+            for (int64_t o = 0; o < OUTPUTS; o++) { /* of those that there are not, the first again */
+                const int64_t r = first + (o < count ? o : 0);
+                triforce_expand_part(w, r, 0, inputs, numbers + o * row_size, held == BFLOATS, level);
             }
             multiply(numbers, inputs, held, x, n, count, sums, out + first, outputs);
         }
@@ -121,12 +112,9 @@ int triforce_product(const void *values, int kind, const float *scales, const fl
     return failed;
 }
 #else
-int triforce_product(const void *values, int kind, const float *scales, const float *zeros, const int64_t *group_of,
-                     int64_t row_bytes, const float *x, int64_t n, float *out, int64_t outputs, int64_t inputs,
-                     int64_t groups, int is_bf16, int threads)
+int triforce_product(const Quantised *w, const float *x, int64_t n, float *out, int is_bf16, int threads)
 {
-    (void)values, (void)kind, (void)scales, (void)zeros, (void)group_of, (void)row_bytes, (void)x, (void)n, (void)out;
-    (void)outputs, (void)inputs, (void)groups, (void)is_bf16, (void)threads;
+    (void)w, (void)x, (void)n, (void)out, (void)is_bf16, (void)threads;
     return 2;
 }
 #endif

@@ -1,9 +1,7 @@
-/* The numbers of matrices that are held in four or eight bits; kernels/quantised.py documents the formula. */
+/* The numbers of matrices that are held in few bits; kernels/quantised.py documents the formula. */
 
 #include "cpu.h"
 #include "quantised.h"
-
-#include <math.h>
 
 #if defined(__x86_64__) && defined(__GNUC__)
 #include <immintrin.h>
@@ -12,92 +10,115 @@
 
 #define SMALL_WORK ((int64_t)1 << 16) /* numbers below which starting other threads takes longer than it saves */
 
-/* A row of a matrix, and where its numbers go. */
+/* Some numbers of a row of a matrix, and where the first of them goes. */
 typedef struct {
-    const uint8_t *values;
-    const float *scales, *zeros; /* of its groups */
-    const int64_t *group_of;
-    const float *float8; /* what each byte stands for */
+    const Quantised *matrix;
+    int64_t r, first, stop;
+    const uint8_t *values; /* of the row */
     void *out;
-    int64_t inputs, groups;
-} Row;
+} Part;
 
-INLINE float value_of(const Row *row, int kind, int64_t i)
+/* What a byte stands for in e4m3, which has no infinities. */
+INLINE float float8_of(uint8_t byte)
+{
+    const uint32_t magnitude = byte & 127;
+    const float small = (float)magnitude * 0x1p-9f; /* subnormal */
+    uint32_t bits;
+    memcpy(&bits, &small, 4);
+    if (magnitude >= 8)
+        bits = (magnitude << 20) + 0x3c000000;
+    if (magnitude == 127)
+        bits = 0x7fc00000;
+    bits |= (uint32_t)(byte & 128) << 24;
+    float number;
+    memcpy(&number, &bits, 4);
+    return number;
+}
+
+INLINE float value_of(const uint8_t *values, int kind, int64_t i)
 {
     switch (kind) {
-    case VALUES_NIBBLES: return (float)(row->values[i / 2] >> i % 2 * 4 & 15);
-    case VALUES_UINT8: return (float)row->values[i];
-    case VALUES_INT8: return (float)(int8_t)row->values[i];
-    default: return row->float8[row->values[i]];
+    case VALUES_NIBBLES: return (float)(values[i / 2] >> i % 2 * 4 & 15);
+    case VALUES_UINT8: return (float)values[i];
+    case VALUES_INT8: return (float)(int8_t)values[i];
+    default: return float8_of(values[i]);
     }
 }
 
-INLINE void put(const Row *row, int is_bf16, int64_t i, float number)
+INLINE void put(const Part *part, int is_bf16, int64_t i, float number)
 {
     if (is_bf16)
-        ((uint16_t *)row->out)[i] = bfloat16_of(number);
+        ((uint16_t *)part->out)[i - part->first] = bfloat16_of(number);
     else
-        ((float *)row->out)[i] = number;
+        ((float *)part->out)[i - part->first] = number;
 }
 
-INLINE void expand_group(const Row *row, int kind, int is_bf16, int64_t first, int64_t stop, float scale, float zero)
+INLINE void expand_group(const Part *part, int kind, int is_bf16, int64_t first, int64_t stop, float scale, float zero)
 {
     for (int64_t i = first; i < stop; i++)
-        put(row, is_bf16, i, (value_of(row, kind, i) - zero) * scale);
+        put(part, is_bf16, i, (value_of(part->values, kind, i) - zero) * scale);
 }
 
-INLINE void expand_row(const Row *row, int kind, int is_bf16)
+INLINE void expand_groups(const Part *part, int kind, int is_bf16)
 {
-    if (row->group_of) {
-        for (int64_t i = 0; i < row->inputs; i++) {
-            const int64_t group = row->group_of[i];
-            put(row, is_bf16, i, (value_of(row, kind, i) - row->zeros[group]) * row->scales[group]);
+    const Quantised *matrix = part->matrix;
+    const int64_t r = part->r, *group_of = (const int64_t *)matrix->group_of;
+    if (group_of) {
+        for (int64_t i = part->first; i < part->stop; i++) {
+            const float scale = scale_of(matrix, r, group_of[i]), zero = zero_of(matrix, r, group_of[i]);
+            put(part, is_bf16, i, (value_of(part->values, kind, i) - zero) * scale);
         }
         return;
     }
-    const int64_t size = row->inputs / row->groups;
-    for (int64_t group = 0; group < row->groups; group++)
-        expand_group(row, kind, is_bf16, group * size, (group + 1) * size, row->scales[group], row->zeros[group]);
+    const int64_t size = matrix->group_size;
+    for (int64_t first = part->first, stop; first < part->stop; first = stop) {
+        const int64_t group = first / size, end = (group + 1) * size;
+        stop = end < part->stop ? end : part->stop;
+        expand_group(part, kind, is_bf16, first, stop, scale_of(matrix, r, group), zero_of(matrix, r, group));
+    }
 }
 
-INLINE void expand_any(const Row *row, int kind, int is_bf16)
+INLINE void expand_any(const Part *part, int is_bf16)
+{
+    switch (part->matrix->kind) {
+    case VALUES_NIBBLES: expand_groups(part, VALUES_NIBBLES, is_bf16); break;
+    case VALUES_UINT8: expand_groups(part, VALUES_UINT8, is_bf16); break;
+    case VALUES_INT8: expand_groups(part, VALUES_INT8, is_bf16); break;
+    default: expand_groups(part, VALUES_FLOAT8, is_bf16);
+    }
+}
+
+INLINE void expand_either(const Part *part, int is_bf16)
 {
     if (is_bf16)
-        switch (kind) {
-        case VALUES_NIBBLES: expand_row(row, VALUES_NIBBLES, 1); break;
-        case VALUES_UINT8: expand_row(row, VALUES_UINT8, 1); break;
-        case VALUES_INT8: expand_row(row, VALUES_INT8, 1); break;
-        default: expand_row(row, VALUES_FLOAT8, 1);
-        }
+        expand_any(part, 1);
     else
-        switch (kind) {
-        case VALUES_NIBBLES: expand_row(row, VALUES_NIBBLES, 0); break;
-        case VALUES_UINT8: expand_row(row, VALUES_UINT8, 0); break;
-        case VALUES_INT8: expand_row(row, VALUES_INT8, 0); break;
-        default: expand_row(row, VALUES_FLOAT8, 0);
-        }
+        expand_any(part, 0);
 }
 
-static void expand_plain(const Row *row, int kind, int is_bf16) { expand_any(row, kind, is_bf16); }
+static void expand_plain(const Part *part, int is_bf16) { expand_either(part, is_bf16); }
 
 #ifdef HAS_AVX2
 /* Four bits stand for one of sixteen numbers of a group, whose two bytes are looked up. */
-__attribute__((target("avx2"))) static void expand_nibbles(const Row *row)
+__attribute__((target("avx2"))) static void expand_nibbles(const Part *part)
 {
-    const int64_t size = row->inputs / row->groups;
+    const Quantised *matrix = part->matrix;
+    const int64_t size = matrix->group_size;
     const __m128i nibble = _mm_set1_epi8(15);
-    for (int64_t group = 0; group < row->groups; group++) {
+    for (int64_t first = part->first, stop; first < part->stop; first = stop) {
+        const int64_t group = first / size, end = (group + 1) * size;
+        const float scale = scale_of(matrix, part->r, group), zero = zero_of(matrix, part->r, group);
         uint8_t low[16], high[16];
+        stop = end < part->stop ? end : part->stop;
         for (int q = 0; q < 16; q++) {
-            const uint16_t number = bfloat16_of(((float)q - row->zeros[group]) * row->scales[group]);
+            const uint16_t number = bfloat16_of(((float)q - zero) * scale);
             low[q] = (uint8_t)number;
             high[q] = (uint8_t)(number >> 8);
         }
         const __m128i lows = _mm_loadu_si128((const __m128i *)low), highs = _mm_loadu_si128((const __m128i *)high);
-        const uint8_t *values = row->values + group * size / 2;
-        uint16_t *out = (uint16_t *)row->out + group * size;
-        for (int64_t i = 0; i < size; i += 32) {
-            const __m128i both = _mm_loadu_si128((const __m128i *)(values + i / 2));
+        uint16_t *out = (uint16_t *)part->out - part->first;
+        for (int64_t i = first; i < stop; i += 32) {
+            const __m128i both = _mm_loadu_si128((const __m128i *)(part->values + i / 2));
             const __m128i even = _mm_and_si128(both, nibble), odd = _mm_and_si128(_mm_srli_epi16(both, 4), nibble);
             const __m128i in_order[2] = {_mm_unpacklo_epi8(even, odd), _mm_unpackhi_epi8(even, odd)};
             for (int half = 0; half < 2; half++) {
@@ -110,57 +131,45 @@ __attribute__((target("avx2"))) static void expand_nibbles(const Row *row)
     }
 }
 
-__attribute__((target("avx2"))) static void expand_avx2(const Row *row, int kind, int is_bf16)
+__attribute__((target("avx2"))) static void expand_avx2(const Part *part, int is_bf16)
 {
-    if (kind == VALUES_NIBBLES && is_bf16 && !row->group_of && row->inputs / row->groups % 32 == 0)
-        expand_nibbles(row);
+    const Quantised *matrix = part->matrix;
+    if (matrix->kind == VALUES_NIBBLES && is_bf16 && !matrix->group_of && matrix->group_size % 32 == 0)
+        expand_nibbles(part);
     else
-        expand_any(row, kind, is_bf16);
+        expand_either(part, is_bf16);
 }
 #endif
 
-static float float8_of(int byte) /* e4m3, without infinities */
+void triforce_expand_part(const Quantised *matrix, int64_t r, int64_t first, int64_t count, void *out, int is_bf16, int level)
 {
-    const int exponent = byte >> 3 & 15, mantissa = byte & 7;
-    const float magnitude = exponent ? ldexpf((float)(8 + mantissa), exponent - 10) : ldexpf((float)mantissa, -9);
-    return (byte & 127) == 127 ? NAN : byte & 128 ? -magnitude : magnitude;
-}
-
-void triforce_float8(float *numbers)
-{
-    for (int byte = 0; byte < 256; byte++)
-        numbers[byte] = float8_of(byte);
-}
-
-void triforce_expand_grouped(const Grouped *matrix, int64_t r, void *out, int is_bf16, int level)
-{
-    const int64_t groups = matrix->groups, inputs = matrix->inputs;
-    const int64_t row_bytes = matrix->kind == VALUES_NIBBLES ? inputs / 2 : inputs;
-    const Row row = {matrix->values + r * row_bytes, matrix->scales + r * groups, matrix->zeros + r * groups,
-                     matrix->group_of, matrix->float8, out, inputs, groups};
+    const Part part = {matrix, r, first, first + count, row_of(matrix, r), out};
+#ifdef HAS_AVX2
+    if (is_bf16 && level >= LEVEL_AVX512BF16 && triforce_expand_bfloat16(matrix, r, 1, first, count, out, 0))
+        return;
+#endif
+    if (matrix->kind >= BLOCKS) {
+        triforce_expand_blocks(matrix, r, first, count, out, is_bf16, level);
+        return;
+    }
 #ifdef HAS_AVX2
     if (level >= LEVEL_AVX2) {
-        expand_avx2(&row, matrix->kind, is_bf16);
+        expand_avx2(&part, is_bf16);
         return;
     }
 #endif
-    (void)level;
-    expand_plain(&row, matrix->kind, is_bf16);
+    expand_plain(&part, is_bf16);
 }
 
-int triforce_expand(const void *values, int kind, const float *scales, const float *zeros, const int64_t *group_of,
-                    void *out, int64_t rows, int64_t inputs, int64_t groups, int is_bf16, int level, int threads)
+int triforce_expand(const Quantised *matrix, void *out, int is_bf16, int level, int threads)
 {
     if (level > triforce_cpu_level())
         return 2;
-    float float8[256];
-    if (kind == VALUES_FLOAT8)
-        triforce_float8(float8);
-    const Grouped matrix = {values, kind, scales, zeros, group_of, float8, inputs, groups};
-    const int parts = rows * inputs < SMALL_WORK ? 1 : triforce_threads(threads);
+    const int64_t inputs = matrix->inputs;
+    const int parts = matrix->outputs * inputs < SMALL_WORK ? 1 : triforce_threads(threads);
     (void)parts;
 #pragma omp parallel for num_threads(parts)
-    for (int64_t r = 0; r < rows; r++)
-        triforce_expand_grouped(&matrix, r, (char *)out + r * inputs * (is_bf16 ? 2 : 4), is_bf16, level);
+    for (int64_t r = 0; r < matrix->outputs; r++)
+        triforce_expand_part(matrix, r, 0, inputs, (char *)out + r * inputs * (is_bf16 ? 2 : 4), is_bf16, level);
     return 0;
 }

@@ -5,24 +5,80 @@
 
 #include "cpu.h"
 
-/* A matrix in groups; see `triforce_expand`. */
-typedef struct {
-    const uint8_t *values;
-    int kind;
-    const float *scales, *zeros;
-    const int64_t *group_of;
-    const float *float8; /* what each byte stands for, where values are such */
-    int64_t inputs, groups;
-} Grouped;
+/* The bytes of row `r`. */
+INLINE const uint8_t *row_of(const Quantised *matrix, int64_t r)
+{
+    return (const uint8_t *)matrix->values + r * matrix->row_bytes;
+}
 
-/* Writes what each of 256 bytes stands for in e4m3. */
-void triforce_float8(float *numbers);
+/* What the float16 in two bytes stands for. */
+INLINE float float16_at(const uint8_t *place)
+{
+    const uint32_t sign = (uint32_t)(place[1] & 0x80) << 24, magnitude = (uint32_t)(place[1] & 0x7f) << 8 | place[0];
+    const float small = (float)magnitude * 0x1p-24f; /* subnormal */
+    uint32_t bits;
+    memcpy(&bits, &small, 4);
+    if (magnitude >= 0x400)
+        bits = (magnitude << 13) + (magnitude >= 0x7c00 ? 0x70000000 : 0x38000000);
+    bits |= sign;
+    float number;
+    memcpy(&number, &bits, 4);
+    return number;
+}
 
-/* Writes the numbers of row `r`, in float32 or rounded to bfloat16. */
-void triforce_expand_grouped(const Grouped *matrix, int64_t r, void *out, int is_bf16, int level);
+/* The scale, and the zero, of a group of row `r`. */
+INLINE float scale_of(const Quantised *matrix, int64_t r, int64_t group)
+{
+    const char *scales = (const char *)matrix->scales;
+    const int64_t i = r * matrix->groups + group;
+    if (matrix->scales_are == NUMBERS_FLOAT32) {
+        float scale;
+        memcpy(&scale, scales + i * 4, 4);
+        return scale;
+    }
+    if (matrix->scales_are == NUMBERS_FLOAT16)
+        return float16_at((const uint8_t *)scales + i * 2);
+    uint32_t bits = 0;
+    memcpy((char *)&bits + 2, scales + i * 2, 2);
+    float scale;
+    memcpy(&scale, &bits, 4);
+    return scale;
+}
 
-/* The same of a row of blocks. */
-void triforce_expand_row_of_blocks(const uint8_t *row, int form, void *out, int64_t inputs, int is_bf16, int level);
+INLINE float zero_of(const Quantised *matrix, int64_t r, int64_t group)
+{
+    const void *zeros = (const void *)matrix->zeros;
+    const int64_t i = r * matrix->groups + group;
+    if (!zeros)
+        return (float)matrix->zero;
+    switch (matrix->zeros_are) {
+    case NUMBERS_UINT8: return (float)((const uint8_t *)zeros)[i];
+    case NUMBERS_INT8: return (float)((const int8_t *)zeros)[i];
+    default: return (float)((const int16_t *)zeros)[i];
+    }
+}
+
+INLINE int bytes_of_block(int form)
+{
+    switch (form) {
+    case BLOCKS_Q4_1: return 20;
+    case BLOCKS_Q5_0: return 22;
+    case BLOCKS_Q5_1: return 24;
+    case BLOCKS_Q4_K: return 144;
+    case BLOCKS_Q5_K: return 176;
+    default: return 210;
+    }
+}
+
+/* Writes `count` numbers of row `r` from `first` on, in float32 or rounded to bfloat16: multiples of 256, or what is left of
+ * the row. */
+void triforce_expand_part(const Quantised *matrix, int64_t r, int64_t first, int64_t count, void *out, int is_bf16, int level);
+
+/* The same of a matrix of blocks, and rounded to bfloat16, needing LEVEL_AVX512BF16, which returns 0 for a matrix that it does
+ * not know. */
+void triforce_expand_blocks(const Quantised *matrix, int64_t r, int64_t first, int64_t count, void *out, int is_bf16, int level);
+int triforce_expand_bfloat16(const Quantised *matrix, int64_t r, int64_t rows, int64_t first, int64_t count, uint16_t *out,
+                             int64_t stride);
 
 #define MOST_ROWS_OF_BLOCKS 4
 

@@ -6,6 +6,7 @@
  * depend on the number of rows. */
 
 #include "../cpu.h"
+#include "../quantised.h"
 
 #if defined(__x86_64__) && defined(__GNUC__)
 #pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,fma")
@@ -90,6 +91,23 @@ INLINE void normalised(const void *x, int64_t stride, const void *norm, float ep
     }
 }
 
+/* A matrix: its numbers, one row after another, or what holds them in few bits, where it has `outputs`. */
+typedef struct {
+    const void *numbers;
+    const Quantised *held;
+    int64_t outputs;
+} Weights;
+
+/* Prefetches rows of a matrix that is held in few bits, as far as it has them. */
+INLINE void fetch_held(const Quantised *held, int64_t first, int64_t count)
+{
+    if (first + count > held->outputs)
+        count = held->outputs - first;
+    const char *bytes = (const char *)row_of(held, first);
+    for (int64_t i = 0; i < count * held->row_bytes; i += 64)
+        __builtin_prefetch(bytes + i, 0, 2);
+}
+
 #include "layers_dots.h"
 #ifdef HAS_AMX
 #include "layers_amx.h"
@@ -105,24 +123,25 @@ typedef struct {
 } Input;
 
 /* Points `input` to its memory in `room`; returns the bytes it takes, also where `room` is NULL. */
-static int64_t carve(Input *input, char *room, int64_t n, int64_t inputs, int64_t outputs, int is_bf16, int level, int threads)
+static int64_t carve(Input *input, char *room, int64_t n, int64_t inputs, const Weights *w, int is_bf16, int level, int threads)
 {
-    *input = (Input){.n = n, .inputs = inputs};
-    int64_t taken = 0;
+    *input = (Input){.n = n, .inputs = inputs, .spare_size = w->held ? OUTPUTS * (inputs + PAIRED) : 0};
+    int64_t laid_out = 0;
 #ifdef HAS_AMX
     if (is_bf16 && level >= LEVEL_AMX && triforce_cpu_level() >= LEVEL_AMX && inputs % 2 == 0) {
         const int64_t whole = (inputs + PAIRED - 1) / PAIRED * PAIRED;
-        input->spare_size = whole == inputs && outputs % SIDE == 0 ? 0 : AMX_OUTPUTS * whole;
-        if (room) {
-            room += (64 - (uintptr_t)room % 64) % 64;
-            input->laid_out = (float *)(void *)room;
-            input->spare = (bf16 *)(void *)(room + amx_laid_out(n, inputs));
-        }
-        taken = 64 + amx_laid_out(n, inputs) + threads * input->spare_size * 2;
+        input->spare_size = !w->held && whole == inputs && w->outputs % SIDE == 0 ? 0 : AMX_OUTPUTS * whole;
+        laid_out = amx_laid_out(n, inputs);
     }
 #endif
-    (void)room, (void)outputs, (void)is_bf16, (void)level, (void)threads;
-    return taken;
+    (void)is_bf16, (void)level;
+    const int64_t taken = laid_out + threads * input->spare_size * 2;
+    if (room && taken) {
+        room += (64 - (uintptr_t)room % 64) % 64;
+        input->laid_out = laid_out ? (float *)(void *)room : NULL;
+        input->spare = (bf16 *)(void *)(room + laid_out);
+    }
+    return taken ? 64 + taken : 0;
 }
 
 /* Sets the input's rows, and lays them out for matrix tiles. */
@@ -135,19 +154,20 @@ static void lay_out(Input *input, const void *rows)
 #endif
 }
 
-INLINE void part(const Input *input, const void *w, const void *bias, void *out, int64_t outputs, int64_t first,
+/* Outputs `first` to `stop` of all rows, to rows of `out` that are `stride` apart. */
+INLINE void part(const Input *input, const Weights *w, const void *bias, void *out, int64_t stride, int64_t first,
                  int64_t stop, int is_bf16)
 {
+    bf16 *spare = input->spare + omp_get_thread_num() * input->spare_size;
 #ifdef HAS_AMX
     if (input->laid_out) {
         amx_begin();
-        amx_linear_part(input->laid_out, w, bias, out, input->n, input->inputs, outputs, first, stop,
-                        input->spare + omp_get_thread_num() * input->spare_size);
+        amx_linear_part(input->laid_out, w, bias, out, input->n, input->inputs, stride, first, stop, spare);
         amx_end();
         return;
     }
 #endif
-    linear_part(input->rows, w, bias, out, input->n, input->inputs, outputs, first, stop, is_bf16);
+    linear_part(input->rows, w, bias, out, input->n, input->inputs, stride, first, stop, is_bf16, spare);
 }
 
 /* This thread's part of `count` outputs, in whole groups of those that are multiplied together: so a part for matrix tiles
@@ -179,19 +199,21 @@ INLINE void add_part(void *out, const void *product, int64_t n, int64_t outputs,
         }
 }
 
-INLINE int linear(const void *x, int64_t stride, const void *norm, float eps, const void *w, const void *bias, void *out,
-                  int adds, int64_t n, int64_t inputs, int64_t outputs, int is_bf16, int level, int threads)
+INLINE int linear(const void *x, int64_t stride, const void *norm, float eps, const void *numbers, const Quantised *held,
+                  const void *bias, void *out, int adds, int64_t n, int64_t inputs, int64_t outputs, int is_bf16, int level,
+                  int threads)
 {
+    const Weights w = {numbers, held, outputs};
     const int64_t size = is_bf16 ? 2 : 4, copied = norm || stride != inputs ? n * inputs * size : 0;
     const int64_t apart = adds ? n * outputs * size : 0;
     threads = threads_for(outputs * inputs * size, threads);
     Input input;
-    const int64_t room = copied + apart + carve(&input, NULL, n, inputs, outputs, is_bf16, level, threads);
+    const int64_t room = copied + apart + carve(&input, NULL, n, inputs, &w, is_bf16, level, threads);
     char *rows = room ? malloc(room) : NULL;
     if (room && !rows)
         return 1;
     void *product = adds ? rows + copied : out;
-    carve(&input, rows + copied + apart, n, inputs, outputs, is_bf16, level, threads);
+    carve(&input, rows + copied + apart, n, inputs, &w, is_bf16, level, threads);
     if (copied) {
         normalised(x, stride, norm, eps, rows, n, inputs, is_bf16);
         x = rows;
@@ -201,7 +223,7 @@ INLINE int linear(const void *x, int64_t stride, const void *norm, float eps, co
     {
         int64_t first, stop;
         share(&input, outputs, &first, &stop);
-        part(&input, w, bias, product, outputs, first, stop, is_bf16);
+        part(&input, &w, bias, product, outputs, first, stop, is_bf16);
         if (adds)
             add_part(out, product, n, outputs, first, stop, is_bf16);
     }
@@ -250,28 +272,29 @@ INLINE void activate(void *gate_up, int64_t n, int64_t width, int64_t first, int
     }
 }
 
-INLINE int gated_mlp(const void *x, int64_t stride, const void *norm, float eps, const void *gate_up, const void *down,
-                     void *out, int adds, int64_t n, int64_t hidden, int64_t width, int is_bf16, int level, int threads)
+INLINE int gated_mlp(const void *x, int64_t stride, const void *norm, float eps, const Weights *gate, const Weights *up,
+                     const Weights *down, void *out, int adds, int64_t n, int64_t hidden, int64_t width, int is_bf16, int level,
+                     int threads)
 {
     const int64_t size = is_bf16 ? 2 : 4, copied = n * ((adds ? 2 : 1) * hidden + 3 * width) * size;
     threads = threads_for(3 * hidden * width * size, threads);
     Input input, activated;
-    const int64_t first_room = carve(&input, NULL, n, hidden, width, is_bf16, level, threads);
-    char *rows = malloc(copied + first_room + carve(&activated, NULL, n, width, hidden, is_bf16, level, threads));
+    const int64_t first_room = carve(&input, NULL, n, hidden, gate, is_bf16, level, threads);
+    char *rows = malloc(copied + first_room + carve(&activated, NULL, n, width, down, is_bf16, level, threads));
     if (!rows)
         return 1;
     char *wide = rows + n * hidden * size, *narrow = wide + 2 * n * width * size;
     void *product = adds ? narrow + n * width * size : out;
-    carve(&input, rows + copied, n, hidden, width, is_bf16, level, threads);
-    carve(&activated, rows + copied + first_room, n, width, hidden, is_bf16, level, threads);
+    carve(&input, rows + copied, n, hidden, gate, is_bf16, level, threads);
+    carve(&activated, rows + copied + first_room, n, width, down, is_bf16, level, threads);
     normalised(x, stride, norm, eps, rows, n, hidden, is_bf16);
     lay_out(&input, rows);
 #pragma omp parallel num_threads(threads) if (threads > 1)
     {
         int64_t first, stop;
         share(&input, width, &first, &stop);
-        part(&input, gate_up, NULL, wide, 2 * width, first, stop, is_bf16);
-        part(&input, gate_up, NULL, wide, 2 * width, width + first, width + stop, is_bf16);
+        part(&input, gate, NULL, wide, 2 * width, first, stop, is_bf16);
+        part(&input, up, NULL, wide + width * size, 2 * width, first, stop, is_bf16);
         activate(wide, n, width, first, stop, is_bf16);
         for (int64_t r = 0; r < n; r++)
             memcpy(narrow + (r * width + first) * size, wide + (2 * r * width + first) * size, (stop - first) * size);
@@ -317,19 +340,21 @@ INLINE void rotate(const void *x, int64_t head_stride, int64_t row_stride, const
 /* Each is compiled twice, once per input type, so that the type is a constant there. */
 
 int triforce_linear(const void *x, int64_t stride, const void *norm, float eps, const void *w, const void *bias,
-                    void *out, int adds, int64_t n, int64_t inputs, int64_t outputs, int is_bf16, int level,
-                    int threads)
+                    const Quantised *held, void *out, int adds, int64_t n, int64_t inputs, int64_t outputs, int is_bf16,
+                    int level, int threads)
 {
-    return is_bf16 ? linear(x, stride, norm, eps, w, bias, out, adds, n, inputs, outputs, 1, level, threads)
-                   : linear(x, stride, norm, eps, w, bias, out, adds, n, inputs, outputs, 0, level, threads);
+    return is_bf16 ? linear(x, stride, norm, eps, w, held, bias, out, adds, n, inputs, outputs, 1, level, threads)
+                   : linear(x, stride, norm, eps, w, NULL, bias, out, adds, n, inputs, outputs, 0, level, threads);
 }
 
-int triforce_gated_mlp(const void *x, int64_t stride, const void *norm, float eps, const void *gate_up,
-                       const void *down, void *out, int adds, int64_t n, int64_t hidden, int64_t width, int is_bf16,
+int triforce_gated_mlp(const void *x, int64_t stride, const void *norm, float eps, const void *gate_up, const void *down,
+                       const Quantised *held, void *out, int adds, int64_t n, int64_t hidden, int64_t width, int is_bf16,
                        int level, int threads)
 {
-    return is_bf16 ? gated_mlp(x, stride, norm, eps, gate_up, down, out, adds, n, hidden, width, 1, level, threads)
-                   : gated_mlp(x, stride, norm, eps, gate_up, down, out, adds, n, hidden, width, 0, level, threads);
+    const Weights gate = {gate_up, held, width}, lower = {down, held ? held + 2 : NULL, hidden};
+    const Weights up = {held ? NULL : at(gate_up, width * hidden, is_bf16), held ? held + 1 : NULL, width};
+    return is_bf16 ? gated_mlp(x, stride, norm, eps, &gate, &up, &lower, out, adds, n, hidden, width, 1, level, threads)
+                   : gated_mlp(x, stride, norm, eps, &gate, &up, &lower, out, adds, n, hidden, width, 0, level, threads);
 }
 
 void triforce_rotate(const void *x, int64_t head_stride, int64_t row_stride, const float *cosines, const float *sines,

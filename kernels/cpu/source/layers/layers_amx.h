@@ -54,21 +54,90 @@ AMX_INLINE void amx_products(
     _tile_stored(3, sums + SIDE * AMX_OUTPUTS + SIDE, AMX_OUTPUTS * 4);
 }
 
+#define HELD_INPUTS 256                     /* whose numbers are made at a time */
+#define HELD_STRIDE (HELD_INPUTS + PAIRED) /* so that rows are not all in the same sets of the first cache */
+
+/* Makes the numbers of two rows from `r` on for inputs from `start` on: those of the last row where there are no more. */
+AMX_INLINE void amx_make_numbers(const Quantised *held, int64_t r, int64_t start, bf16 *numbers)
+{
+    const int64_t count = held->inputs - start < HELD_INPUTS ? held->inputs - start : HELD_INPUTS;
+    if (r < held->outputs - 1 && triforce_expand_bfloat16(held, r, 2, start, count, numbers, HELD_STRIDE))
+        return;
+    for (int64_t o = 0; o < 2; o++, numbers += HELD_STRIDE) {
+        triforce_expand_part(held, r + o < held->outputs ? r + o : held->outputs - 1, start, count, numbers, 1, LEVEL_AMX);
+        if (count % PAIRED)
+            memset(numbers + count, 0, (PAIRED - count % PAIRED) * 2);
+    }
+}
+
+/* `amx_products` with 32 outputs from `first` on of a matrix that is held in few bits: 16 outputs' numbers are made while those
+ * made before are multiplied, which keeps both units of the processor at work. */
+AMX_INLINE void amx_held_products(const int rows, const Quantised *held, int64_t first, const float *x, int64_t tiles, float *sums)
+{
+    bf16 numbers[2][SIDE * HELD_STRIDE] __attribute__((aligned(64)));
+    int64_t fetched = (int64_t)row_of(held, first + AMX_OUTPUTS), step = AMX_OUTPUTS * SIDE * held->row_bytes / held->inputs;
+    const int64_t end = (int64_t)row_of(held, held->outputs);
+    const int64_t parts = (held->inputs + HELD_INPUTS - 1) / HELD_INPUTS * 2, of_part = HELD_INPUTS / PAIRED;
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+    for (int64_t made = 0; made <= parts; made++) {
+        const int64_t r = first + made % 2 * SIDE, start = made / 2 * HELD_INPUTS;
+        const bf16 *before = numbers[(made + 1) % 2];
+        for (int64_t i = 0; i < of_part; i++) {
+            for (int64_t stop = fetched + step; fetched < stop && fetched < end; fetched += 64)
+                __builtin_prefetch((const char *)fetched, 0, 2);
+            if (made < parts)
+                amx_make_numbers(held, r + i * 2, start, numbers[made % 2] + i * 2 * HELD_STRIDE);
+            const int64_t tile = (made - 1) / 2 * of_part + i;
+            if (!made || tile >= tiles)
+                continue;
+            AMX_WRITTEN;
+            _tile_loadd(4, before + i * PAIRED, HELD_STRIDE * 2);
+            _tile_loadd(6, x + tile * TILE_WORDS, 64);
+            if (rows > SIDE)
+                _tile_loadd(7, x + (tiles + tile) * TILE_WORDS, 64);
+            if (made % 2) {
+                _tile_dpbf16ps(0, 4, 6);
+                if (rows > SIDE)
+                    _tile_dpbf16ps(1, 4, 7);
+            } else {
+                _tile_dpbf16ps(2, 4, 6);
+                if (rows > SIDE)
+                    _tile_dpbf16ps(3, 4, 7);
+            }
+        }
+    }
+    _tile_stored(0, sums, AMX_OUTPUTS * 4);
+    _tile_stored(1, sums + SIDE, AMX_OUTPUTS * 4);
+    _tile_stored(2, sums + SIDE * AMX_OUTPUTS, AMX_OUTPUTS * 4);
+    _tile_stored(3, sums + SIDE * AMX_OUTPUTS + SIDE, AMX_OUTPUTS * 4);
+}
+
 /* `linear_part` for rows that are laid out. Memory for `spare`: AMX_OUTPUTS rows of `inputs`, rounded up to whole tiles. */
 AMX void amx_linear_part(
-    const float *x, const bf16 *w, const bf16 *bias, bf16 *out, int64_t n, int64_t inputs, int64_t outputs, int64_t first,
+    const float *x, const Weights *w, const bf16 *bias, bf16 *out, int64_t n, int64_t inputs, int64_t out_stride, int64_t first,
     int64_t stop, bf16 *spare)
 {
     const int64_t tiles = (inputs + PAIRED - 1) / PAIRED, whole = tiles * PAIRED;
     float sums[AMX_OUTPUTS * AMX_OUTPUTS] __attribute__((aligned(64)));
     for (int64_t o = first; o < stop; o += AMX_OUTPUTS) {
         const int64_t count = stop - o < AMX_OUTPUTS ? stop - o : AMX_OUTPUTS;
-        const bf16 *matrix = w + o * inputs;
+        const bf16 *matrix = (const bf16 *)w->numbers + o * inputs;
         int64_t stride = inputs;
-        const bf16 *next = matrix + AMX_OUTPUTS * inputs;
+        const bf16 *next = w->held ? NULL : matrix + AMX_OUTPUTS * inputs;
         /* The last tile of a row goes on into the next rows, whose numbers, which must be finite, meet zeros of `x`. Behind the
          * last row nothing is read. */
-        if (count % SIDE || (outputs - o - count) * inputs < whole - inputs) {
+        if (w->held && n > AMX_OUTPUTS) {
+            fetch_held(w->held, o + AMX_OUTPUTS, AMX_OUTPUTS);
+            for (int64_t i = 0; i < count; i++) {
+                triforce_expand_part(w->held, o + i, 0, inputs, spare + i * whole, 1, LEVEL_AMX);
+                memset(spare + i * whole + inputs, 0, (whole - inputs) * 2);
+            }
+            matrix = spare;
+            stride = whole;
+        } else if (!w->held && (count % SIDE || (w->outputs - o - count) * inputs < whole - inputs)) {
             for (int64_t i = 0; i < count; i++) {
                 memcpy(spare + i * whole, matrix + i * inputs, inputs * 2);
                 memset(spare + i * whole + inputs, 0, (whole - inputs) * 2);
@@ -79,7 +148,12 @@ AMX void amx_linear_part(
         for (int64_t r0 = 0; r0 < n; r0 += AMX_OUTPUTS) {
             const int64_t rows = n - r0 < AMX_OUTPUTS ? n - r0 : AMX_OUTPUTS;
             const float *input = x + r0 / SIDE * tiles * TILE_WORDS;
-            if (count > SIDE && rows > SIDE)
+            if (w->held && n <= AMX_OUTPUTS) {
+                if (rows > SIDE)
+                    amx_held_products(2 * SIDE, w->held, o, input, tiles, sums);
+                else
+                    amx_held_products(SIDE, w->held, o, input, tiles, sums);
+            } else if (count > SIDE && rows > SIDE)
                 amx_products(2 * SIDE, 2 * SIDE, matrix, stride, input, tiles, sums, r0 ? NULL : next, inputs);
             else if (count > SIDE)
                 amx_products(2 * SIDE, SIDE, matrix, stride, input, tiles, sums, r0 ? NULL : next, inputs);
@@ -97,7 +171,7 @@ AMX void amx_linear_part(
                         r[i] = _mm512_load_ps(sums + (a + i) * AMX_OUTPUTS + b);
                     vec_transpose(r);
                     for (int64_t i = 0; i < SIDE && b + i < rows; i++)
-                        store16(out + (r0 + b + i) * outputs + o + a, _mm512_add_ps(r[i], added), some, 1);
+                        store16(out + (r0 + b + i) * out_stride + o + a, _mm512_add_ps(r[i], added), some, 1);
                 }
             }
         }

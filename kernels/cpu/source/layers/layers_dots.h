@@ -39,16 +39,24 @@ INLINE void products(const void *w, const void *x, int64_t inputs, int outputs, 
             sums[o][r] = _mm512_reduce_add_ps(sum[o][r]);
 }
 
-/* Rows of the matrix from `first` to `stop` times all rows of `x`: `out[r, o] = w[o] · x[r] + bias[o]`. */
-INLINE void linear_part(const void *x, const void *w, const void *bias, void *out, int64_t n, int64_t inputs,
-                        int64_t outputs, int64_t first, int64_t stop, int is_bf16)
+/* Rows of the matrix from `first` to `stop` times all rows of `x`: `out[r, o] = w[o] · x[r] + bias[o]`. Memory for `spare`:
+ * OUTPUTS rows of `inputs`, where the matrix is held in few bits. */
+INLINE void linear_part(const void *x, const Weights *w, const void *bias, void *out, int64_t n, int64_t inputs,
+                        int64_t stride, int64_t first, int64_t stop, int is_bf16, bf16 *spare)
 {
     float sums[OUTPUTS][ROWS];
     for (int64_t o = first; o < stop; o += OUTPUTS) {
         const int count = stop - o < OUTPUTS ? (int)(stop - o) : OUTPUTS;
-        const char *matrix = at(w, o * inputs, is_bf16);
-        for (int64_t i = 0; i < OUTPUTS * inputs * (is_bf16 ? 2 : 4); i += 64)
-            __builtin_prefetch(matrix + FETCH_AHEAD + i);
+        const char *matrix = at(w->numbers, o * inputs, is_bf16);
+        if (w->held) {
+            fetch_held(w->held, o + OUTPUTS, OUTPUTS);
+            for (int a = 0; a < count; a++)
+                triforce_expand_part(w->held, o + a, 0, inputs, spare + a * inputs, 1, LEVEL_AVX512BF16);
+            matrix = (const char *)spare;
+        } else {
+            for (int64_t i = 0; i < OUTPUTS * inputs * (is_bf16 ? 2 : 4); i += 64)
+                __builtin_prefetch(matrix + FETCH_AHEAD + i);
+        }
         for (int64_t r = 0; r < n; r += ROWS) {
             const int rows = n - r < ROWS ? (int)(n - r) : ROWS;
             const void *input = at(x, r * inputs, is_bf16);
@@ -72,7 +80,7 @@ INLINE void linear_part(const void *x, const void *w, const void *bias, void *ou
             }
             for (int b = 0; b < rows; b++)
                 for (int a = 0; a < count; a++) {
-                    const int64_t place = (r + b) * outputs + o + a;
+                    const int64_t place = (r + b) * stride + o + a;
                     if (is_bf16)
                         ((bf16 *)out)[place] = rounded(bias ? sums[a][b] + widened(((const bf16 *)bias)[o + a]) : sums[a][b]);
                     else
