@@ -39,9 +39,9 @@ _DESCRIPTIONS = {
     Level.AMX: "AMX: matrix products in bfloat16",
 }
 
-_ARITHMETIC = {Level.NONE: 0, Level.AVX2: 1, Level.AVX512: 2, Level.AVX512_BF16: 6, Level.AMX: 7}
+_ARITHMETIC = {Level.NONE: 0, Level.AVX2: 1, Level.AVX512: 2, Level.AVX512_BF16: 8, Level.AMX: 9}
 """The number of each level's arithmetic. Where the kernels of a level change what they round, the level gets a number
-that no level ever had; 3 to 5 are used up."""
+that no level ever had; 3 to 7 are used up."""
 
 
 class AttentionCall(ctypes.Structure):
