@@ -20,17 +20,20 @@ def checked_prompt(prompt_ids: Sequence[int] | Tensor, config: ModelConfig, max_
         UsageError: no token, one outside the vocabulary, or an impossible length.
         CapacityError: see `check_context`.
     """
-    ids = torch.as_tensor(prompt_ids)
-    if ids.dim() != 1 or (len(ids) and (ids.is_floating_point() or ids.dtype == torch.bool)):
-        raise UsageError(
-            f"the prompt is a {ids.dim()}-dimensional tensor of {ids.dtype}; give a list or 1-D tensor of token ids"
-        )
-    prompt: list[int] = ids.tolist()
+    if isinstance(prompt_ids, list) and set(map(type, prompt_ids)) <= {int}:
+        prompt = list(prompt_ids)  # a tensor of many thousands takes several milliseconds
+    else:
+        ids = torch.as_tensor(prompt_ids)
+        if ids.dim() != 1 or (len(ids) and (ids.is_floating_point() or ids.dtype == torch.bool)):
+            raise UsageError(
+                f"the prompt is a {ids.dim()}-dimensional tensor of {ids.dtype}; give a list or 1-D tensor of token ids"
+            )
+        prompt = ids.tolist()
     if not prompt:
         raise UsageError("the prompt is empty; generation needs at least one token")
-    unknown = [token for token in prompt if not 0 <= token < config.vocab_size]
-    if unknown:
-        raise UsageError(f"the prompt holds token {unknown[0]}; {config.name} knows 0 to {config.vocab_size - 1}")
+    if min(prompt) < 0 or max(prompt) >= config.vocab_size:
+        unknown = next(token for token in prompt if not 0 <= token < config.vocab_size)
+        raise UsageError(f"the prompt holds token {unknown}; {config.name} knows 0 to {config.vocab_size - 1}")
     if max_new_tokens < 1:
         raise UsageError(f"max-new-tokens is {max_new_tokens}; it must be 1 or more")
     check_context(config, len(prompt), max_new_tokens)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from importlib.metadata import version
+from functools import cache
+from importlib import metadata
 from typing import Any
 
 from ..kernels.cpu.library import arithmetic, instructions
@@ -14,6 +15,9 @@ from .settings import Settings
 from .speculation.sampling import Sampling
 from .statistics import Statistics, ratio
 from .transfer.link import Traffic
+
+version = cache(metadata.version)
+"""Of an installed package: looking it up reads files."""
 
 
 def run_identity(

@@ -116,14 +116,35 @@ class KeptCache:
             whole: whether nothing is to be shared with others.
         """
         most = reusable(prompt) if most is None else min(most, reusable(prompt))
+        alike = self.common_lengths(prompt)
         texts = [text for text in self._texts if not (whole and (text.in_use or text.full.prefix))]
-        found = [(self._shared(text, prompt, most), text.in_use, -text.full.length) for text in texts]
+        found = [
+            (self._shared(text, prompt, min(most, alike[text.full])), text.in_use, -text.full.length) for text in texts
+        ]
         best = max(range(len(found)), key=found.__getitem__, default=None)
         return (texts[best], found[best][0]) if best is not None and found[best][0] else (None, 0)
 
+    def common_lengths(self, prompt: list[int]) -> dict[FullCache, int]:
+        """How many tokens a prompt and each known text begin with alike, by the text's cache. What several texts share
+        is compared once."""
+        found: dict[FullCache, int] = {}
+        compared: dict[FullCache, tuple[int, int]] = {}  # with the first tokens in a cache: how many, and how many fit
+        for text in self._texts:
+            prefix, start = text.full.prefix, text.full.start
+            known, alike = compared.get(prefix, (0, 0)) if prefix else (0, 0)
+            known = min(known, start)
+            if alike >= known:
+                alike = common_length(text.tokens, prompt, known)
+            found[text.full] = alike
+            compared[text.full] = len(text.tokens), alike
+            if prefix and known < start:
+                compared[prefix] = start, min(alike, start)
+        return found
+
     def _shared(self, text: KnownText, prompt: list[int], most: int) -> int:
+        """How many tokens of a prompt can be taken over from a text, of the `most` that they begin with alike."""
         full = text.full
-        tokens = min(common_length(text.tokens, prompt), full.length, most)
+        tokens = min(full.length, most)
         if not text.in_use:
             tokens = full.reachable(tokens)
             return tokens if tokens > full.start else 0  # else another has as many
@@ -533,6 +554,9 @@ class KeptCache:
         return found
 
     def _held_by_part(self) -> dict[str, int]:
+        """What is held on the device, by part. Where the CPU computes a plan asks for the models' own alone."""
+        if self._system.device_memory(self._decoder.device) is None:
+            return bytes_by_part(one for holder in (self._decoder, self._draft) if holder for one in holder.held())
         caches = (holder for cache in self.caches for holder in cache.holders)
         holders = self._decoder, self._draft, *caches, *self.others
         return bytes_by_part(one for holder in holders if holder for one in holder.held())
@@ -558,10 +582,10 @@ _COMPARED = 4096
 """Tokens that are compared together, which is faster than one by one."""
 
 
-def common_length(some: list[int], others: list[int]) -> int:
-    """How many tokens both begin with."""
+def common_length(some: list[int], others: list[int], known: int = 0) -> int:
+    """How many tokens both begin with, of which the first ones are `known` to be alike."""
     shortest = min(len(some), len(others))
-    for first in range(0, shortest, _COMPARED):
+    for first in range(known, shortest, _COMPARED):
         piece = slice(first, min(first + _COMPARED, shortest))
         if some[piece] != others[piece]:
             return first + next(i for i, (a, b) in enumerate(zip(some[piece], others[piece], strict=True)) if a != b)

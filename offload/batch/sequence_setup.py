@@ -39,7 +39,7 @@ from ..speculation.tiers import Tier
 from ..system import THIS_MACHINE, System
 from ..threads import DecodingThreads
 from ..transfer.link import Traffic
-from .kept import KeptCache, common_length, takes_over
+from .kept import KeptCache, takes_over
 from .sequence import ActiveSequence, BatchSequence
 
 
@@ -214,7 +214,8 @@ class SequenceSetup:
             if contexts.save is not None or restored > shared:
                 return False
             # It would rather wait for what it shares with one of these.
-            if any(common_length(prompt, one.context) > shared + _WORTH_WAITING for one in opened):
+            alike = self._models.kept.common_lengths(prompt)
+            if any(alike[one.active.full] > shared + _WORTH_WAITING for one in opened):
                 return False
             rows += len(prompt) - shared
         longest = max(len(one.context) for one in (*opened, *([further] if further else [])))

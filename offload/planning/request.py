@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -100,7 +101,7 @@ class RunRequest:
     def ranks_per_host(self) -> int:
         return self.local_ranks or self.gpus
 
-    @property
+    @cached_property
     def split(self) -> Split:
         """The last rank's part of the target: where parts differ, no other is larger, but of the output head.
 
@@ -109,24 +110,24 @@ class RunRequest:
         """
         return Split.of(self.target, Ranks(self.gpus - 1, self.gpus, self.gpus))
 
-    @property
+    @cached_property
     def part(self) -> ModelConfig:
         """See `split`."""
         return self.split.config(self.target)
 
-    @property
+    @cached_property
     def matrices(self) -> ModelMatrices:
         """What a rank holds of the target's weights."""
         return ModelMatrices.of(self.target, self.split)
 
-    @property
+    @cached_property
     def small(self) -> ModelConfig | None:
         """The draft model, where three tiers run: every rank has all of it, or its part of a multi-token-prediction
         head."""
         draft = self.draft if self.settings.tiers == 3 else None
         return self.split.config(draft) if draft and draft.is_head else draft
 
-    @property
+    @cached_property
     def small_matrices(self) -> ModelMatrices | None:
         """What a rank holds of the draft model's weights, where three tiers run."""
         draft = self.draft if self.settings.tiers == 3 else None
@@ -142,12 +143,12 @@ class RunRequest:
             return False
         return self.settings.pack == "on" or (self.kernels and (self.on_gpu or on_disk))
 
-    @property
+    @cached_property
     def token_bytes(self) -> int:
         """Bytes of one token's keys and values on one rank, over the layers that keep every token."""
         return self.part.full_layers.kv_bytes_per_token(self.dtype)
 
-    @property
+    @cached_property
     def layer_token_bytes(self) -> int:
         """The same in one layer."""
         return self.part.kv_bytes_per_token(self.dtype) // self.part.kv_layers

@@ -356,3 +356,25 @@ def test_memory_that_no_token_has_come_to_is_promised_to_who_runs_and_is_not_giv
     kept.end_all(broken=False)
     without = kept._plan(request, replaces=None, without=kept._spare(None))
     assert without.request.host_bytes < available + loaded + half
+
+
+def test_what_prompts_have_in_common_with_texts_is_that_of_their_tokens(models):
+    """Texts that build on others, of which some are gone, are compared from where the others end."""
+    engine = streaming(models)
+    turns = [[*BOOK[:first], *random_tokens(60, seed=first)] for first in (40, 320, 480, 640, 690)]
+    turns += [[*turn, *random_tokens(60, seed=first)] for first, turn in enumerate(turns)]
+    played(engine, *(asked(turn, "") for turn in turns), max_sequences=2)
+    kept = engine._kept
+    text = next(text for text in kept._texts if any(one.builds_on(text) for one in kept._texts))
+    prompts = [*turns, BOOK, BOOK[:330], random_tokens(50, seed=1), [], *(one.tokens for one in kept._texts)]
+    for forgotten in (False, True):
+        if forgotten:
+            for one in kept._texts:
+                one.in_use = one.builds_on(text)  # or they would go with it
+            kept.forget(text.tokens)
+            assert any(one.full.prefix for one in kept._texts)
+        for prompt in prompts:
+            found = kept.common_lengths(prompt)
+            for one in kept._texts:
+                pairs = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(one.tokens, prompt, strict=False))
+                assert found[one.full] == len(list(pairs))
