@@ -7,7 +7,6 @@ too: attention of 1 to 16 rows to 32,768 keys took 5 to 11 % less time (AMD EPYC
 
 from __future__ import annotations
 
-import ctypes
 import mmap
 from collections.abc import Sequence
 from contextlib import suppress
@@ -19,7 +18,7 @@ from torch import Tensor
 from ...tp.errors import CapacityError
 from ...tp.units import gib
 
-_HUGE_PAGE = 2**21
+HUGE_PAGE = 2**21
 
 
 def aligned_memory(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -29,7 +28,7 @@ def aligned_memory(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         CapacityError: the system does not give so much.
     """
     size = prod(shape) * dtype.itemsize
-    if size >= _HUGE_PAGE:
+    if size >= HUGE_PAGE:
         memory = torch.frombuffer(new_pages(size), dtype=torch.uint8, count=size)
     else:
         memory = torch.empty(size + mmap.PAGESIZE, dtype=torch.uint8)
@@ -58,13 +57,16 @@ def new_pages(size: int) -> mmap.mmap:
     return memory
 
 
-def in_huge_pages(tensor: Tensor) -> Tensor:
-    """Has contiguous memory that nothing was written to yet come in huge pages, where it is a CPU's and the system has
-    them. Returns the tensor."""
-    if tensor.device.type != "cpu" or tensor.nbytes < _HUGE_PAGE or not hasattr(mmap, "MADV_HUGEPAGE"):
-        return tensor
-    first = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
-    size = (tensor.data_ptr() + tensor.nbytes - first) // mmap.PAGESIZE * mmap.PAGESIZE
-    with suppress(OSError, AttributeError):  # a system without this function; where it refuses, pages stay small
-        ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(size), mmap.MADV_HUGEPAGE)
-    return tensor
+def empty_in_huge_pages(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Uninitialised memory, where it is a CPU's and large in huge pages. The first of them begins with it: elsewhere a
+    page that something is written to would be taken with twice as much behind it that nothing was.
+
+    Raises:
+        CapacityError: the system does not give so much.
+    """
+    size = prod(shape) * dtype.itemsize
+    if device.type != "cpu" or size < HUGE_PAGE or not hasattr(mmap, "MADV_HUGEPAGE"):
+        return torch.empty(shape, dtype=dtype, device=device)
+    pages = new_pages(size + HUGE_PAGE)
+    first = -torch.frombuffer(pages, dtype=torch.uint8).data_ptr() % HUGE_PAGE
+    return torch.frombuffer(pages, dtype=torch.uint8, count=size, offset=first).view(dtype).view(*shape)
