@@ -18,7 +18,7 @@ from ...kernels.chunks import gather_chunks
 from ...tp.model.config import ModelConfig
 from ..held import Held
 from .link import Traffic
-from .pages import HUGE_PAGE, empty_in_huge_pages
+from .pages import HUGE_PAGE, lasting_memory
 from .placement import Placement
 
 
@@ -167,7 +167,7 @@ class DeviceBlocks:
         self.block_size, self.dtype, self.device = block_size, dtype, device
         shape = (-(-capacity // block_size), 2, config.num_kv_heads, block_size, config.head_dim)
         layers = range(config.num_layers)
-        self._layers = [empty_in_huge_pages(shape, dtype, device) for _ in layers]
+        self._layers = [lasting_memory(shape, dtype, device) for _ in layers]
         self._clean = [0] * config.num_layers  # leading blocks whose memory holds finite numbers throughout
 
     @property

@@ -20,6 +20,9 @@ from ...tp.units import gib
 
 HUGE_PAGE = 2**21
 
+_SMALL = 2**16
+"""Bytes from which on memory that lasts has pages of its own."""
+
 
 def aligned_memory(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     """Uninitialised memory from the border of a page on.
@@ -37,8 +40,8 @@ def aligned_memory(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     return memory.view(dtype).view(*shape)
 
 
-def new_pages(size: int) -> mmap.mmap:
-    """New memory from the border of a page on, in huge pages where the system has them.
+def new_pages(size: int, *, huge: bool = True) -> mmap.mmap:
+    """New memory from the border of a page on, in huge pages where the system has them and they are wanted.
 
     Raises:
         CapacityError: the system does not give so much.
@@ -51,22 +54,24 @@ def new_pages(size: int) -> mmap.mmap:
             f"the system gives no {gib(size)} of host memory ({error.strerror}); free some, or shorten the prompt "
             "(--truncate)"
         ) from error
-    if hasattr(mmap, "MADV_HUGEPAGE"):
+    if huge and hasattr(mmap, "MADV_HUGEPAGE"):
         with suppress(OSError):  # of a system built without them
             memory.madvise(mmap.MADV_HUGEPAGE)
     return memory
 
 
-def empty_in_huge_pages(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Uninitialised memory, where it is a CPU's and large in huge pages. The first of them begins with it: elsewhere a
-    page that something is written to would be taken with twice as much behind it that nothing was.
+def lasting_memory(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Uninitialised memory for what lasts: a CPU's has pages of its own where it is not small, so that it parts nothing
+    that comes and goes, and huge ones where it is large. The first of these begins with it: elsewhere a page that
+    something is written to would be taken with twice as much behind it that nothing was.
 
     Raises:
         CapacityError: the system does not give so much.
     """
     size = prod(shape) * dtype.itemsize
-    if device.type != "cpu" or size < HUGE_PAGE or not hasattr(mmap, "MADV_HUGEPAGE"):
+    if device.type != "cpu" or size < _SMALL:
         return torch.empty(shape, dtype=dtype, device=device)
-    pages = new_pages(size + HUGE_PAGE)
-    first = -torch.frombuffer(pages, dtype=torch.uint8).data_ptr() % HUGE_PAGE
+    huge = size >= HUGE_PAGE and hasattr(mmap, "MADV_HUGEPAGE")
+    pages = new_pages(size + HUGE_PAGE if huge else size, huge=huge)
+    first = -torch.frombuffer(pages, dtype=torch.uint8).data_ptr() % HUGE_PAGE if huge else 0
     return torch.frombuffer(pages, dtype=torch.uint8, count=size, offset=first).view(dtype).view(*shape)

@@ -7,7 +7,7 @@ import os
 
 import pytest
 import torch
-from triforce.offload.transfer.pages import HUGE_PAGE, aligned_memory, empty_in_huge_pages
+from triforce.offload.transfer.pages import HUGE_PAGE, aligned_memory, lasting_memory
 from triforce.tp.errors import CapacityError
 
 
@@ -34,9 +34,9 @@ def test_memory_that_the_system_does_not_give_is_an_error_that_says_how_much(mon
         aligned_memory((3, 2**30), torch.uint8)
 
 
-@pytest.mark.parametrize("shape", [(3, 100), (5, 2**20 + 8), (4, 2**21)])
-def test_memory_in_huge_pages_begins_with_one_and_has_nothing_besides(shape):
-    memory = empty_in_huge_pages(shape, torch.float32, torch.device("cpu"))
+@pytest.mark.parametrize("shape", [(0,), (3, 100), (7, 2**16 + 3), (5, 2**20 + 8), (4, 2**21)])
+def test_memory_that_lasts_begins_with_a_huge_page_and_has_nothing_besides(shape):
+    memory = lasting_memory(shape, torch.float32, torch.device("cpu"))
     assert memory.shape == shape and memory.dtype == torch.float32 and memory.is_contiguous()
     assert memory.nbytes < HUGE_PAGE or memory.data_ptr() % HUGE_PAGE == 0
     assert memory.untyped_storage().nbytes() == memory.nbytes
@@ -44,5 +44,5 @@ def test_memory_in_huge_pages_begins_with_one_and_has_nothing_besides(shape):
     view = memory.view(-1)[-5:]
     del memory
     gc.collect()
-    empty_in_huge_pages(shape, torch.float32, torch.device("cpu")).fill_(9)
+    lasting_memory(shape, torch.float32, torch.device("cpu")).fill_(9)
     assert (view == 7).all()
