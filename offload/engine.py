@@ -402,6 +402,11 @@ class Engine:
         if self._running:
             yield from self._running.held()
 
+    def start_threads(self) -> None:
+        """Starts the threads that copy blocks of the KV cache beside computation, and read and write those on a disk.
+        By itself an engine starts them when a cache first has such blocks."""
+        self._kept.start_threads()
+
     def follow(self) -> Run | None:
         """Prepares what rank 0 starts next, for a rank that is told nothing of it; `None` after `finish`."""
         if self.target.ranks.rank == 0:

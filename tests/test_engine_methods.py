@@ -1,5 +1,6 @@
 """Each method of an engine does what its page says, through the names that `triforce.offload` exports alone."""
 
+import psutil
 import pytest
 import torch
 from command import VOCABULARY, save_tokenizer
@@ -168,3 +169,14 @@ def test_what_cannot_be_is_refused_with_the_value(load, oracle, tmp_path):
         engine.generate(PROMPT, GREEDY, 1, tiers=4)
     with pytest.raises(CapacityError, match="4,096 positions"):
         engine.generate(PROMPT, GREEDY, 4096)
+
+
+def test_threads_that_are_started_early_are_not_started_later(load):
+    engine = load(resident=0, link_gbps=50.0)
+    before = psutil.Process().num_threads()
+    engine.start_threads()
+    started = psutil.Process().num_threads()
+    run = engine.stream(PROMPT, GREEDY, NEW)
+    during = [psutil.Process().num_threads() for _ in run]
+    assert run.stats()["link"]["bytes_streamed"] > 0
+    assert before + 1 < started and max(during) <= started, (before, started, max(during))

@@ -17,7 +17,7 @@ from typing import Any
 
 from triforce.cli.logbook import LogBook
 
-from .bodies import CHAT, COMPLETION, BodyFuzzer
+from .bodies import CHAT, COMPLETION, COUNT_TOKENS, MESSAGES, BodyFuzzer
 from .load import CONTEXTS, PROMPTS, Reply, ask_from, connected, http_request, reply_of, upload_request
 
 PATIENCE_S = 300.0
@@ -101,6 +101,8 @@ class HostileClient:
             "control tokens": self._control_tokens,
             "uploads": self._uploads,
             "contexts": self._contexts,
+            "forms": self._forms,
+            "messages": self._messages,
         }[kind]
 
     async def run(self) -> None:
@@ -390,6 +392,50 @@ class HostileClient:
 
         await asyncio.gather(self._ask(asked), self._ask(asked, source=self._other), soon(), soon())
 
+    async def _forms(self) -> None:
+        """Answers in a form that takes long to compile, has much to remember, or is none; each another one."""
+        draw = self._draw
+        fields = self._fields(stream=draw.random() < 0.5, max_tokens=draw.randrange(1, 60))
+        kind, source = draw.choice(_FORMS)(draw.randrange(10**9))
+        form = {"type": "json_schema", "json_schema": {"name": "a", "schema": source}}
+        path = draw.choice((CHAT, COMPLETION, MESSAGES)) if kind == "schema" else COMPLETION
+        if path != COMPLETION:
+            fields["messages"] = [{"role": "user", "content": fields.pop("prompt")}]
+        if path == MESSAGES:
+            fields["output_config"] = {"format": {"type": "json_schema", "schema": source}}
+        else:
+            fields |= {"n": draw.choice((1, 8)), **({"response_format": form} if kind == "schema" else {kind: source})}
+        await self._ask(http_request("POST", path, fields))
+
+    async def _messages(self) -> None:
+        """Anthropic's form: many blocks, many and large tools, variables for the template that fill a body."""
+        draw, many = self._draw, self._draw.choice((1, 100, 3000))
+        said: list[dict[str, Any]] = [{"role": "user", "content": [{"type": "text", "text": "Why?"}] * many}]
+        fields: dict[str, Any] = {"max_tokens": draw.randrange(1, 40), "messages": said}
+        choice = draw.choice(("blocks", "calls", "tools", "variables", "system"))
+        if choice == "calls":
+            calls = [{"type": "tool_use", "id": f"{at}", "name": "f", "input": {"a": [at]}} for at in range(many)]
+            results = [{"type": "tool_result", "tool_use_id": f"{at}", "content": "b"} for at in range(many)]
+            said += [{"role": "assistant", "content": calls}, {"role": "user", "content": results}]
+        elif choice == "tools":
+            schema = _wide_schema(draw.randrange(10**6))[1]
+            fields |= {"tool_choice": {"type": draw.choice(("auto", "any", "none"))}}
+            fields["tools"] = [
+                {"name": f"f{at}", "input_schema": schema, "strict": True} for at in range(many // 10 + 1)
+            ]
+        elif choice == "variables":
+            fields["chat_template_kwargs"] = {"a": {f"{at}": {} for at in range(120_000)}}
+        elif choice == "system":
+            fields["system"] = [{"type": "text", "text": "Be brief. " * 20}] * many
+        path = draw.choice((MESSAGES, MESSAGES, COUNT_TOKENS))
+        await self._together(draw.randrange(1, 5), lambda: self._message(http_request("POST", path, fields)))
+
+    async def _message(self, raw: bytes) -> None:
+        try:
+            await self._ask(raw, patience_s=self._draw.uniform(5, 120))
+        except TimeoutError:
+            self._count("left")
+
     async def _together(self, count: int, act: Callable[[], Awaitable[None]]) -> None:
         """Does something several times at once; one that fails ends no other."""
 
@@ -435,8 +481,62 @@ class HostileClient:
 
 KINDS = (
     *("long stops", "many answers", "stalled bodies", "slow heads", "unread streams", "disconnects", "fuzzed bodies"),
-    *("control tokens", "uploads", "contexts", "slow readers", "floods", "wide bodies"),
+    *("control tokens", "uploads", "contexts", "slow readers", "floods", "wide bodies", "forms", "messages"),
 )
+
+
+def _wide_schema(seed: int) -> tuple[str, Any]:
+    return "schema", {"type": "object", "properties": {f"p{seed}_{at}": {"type": "string"} for at in range(1000)}}
+
+
+def _alternatives(seed: int) -> tuple[str, Any]:
+    return "schema", {"anyOf": [{"const": f"{seed} {at} {'a' * (at % 50)}"} for at in range(1000)]}
+
+
+def _nested_schema(seed: int) -> tuple[str, Any]:
+    found: dict[str, Any] = {"const": seed}
+    for _ in range(seed % 70):
+        found = {"type": "array", "items": found}
+    return "schema", found
+
+
+def _many_states(seed: int) -> tuple[str, Any]:
+    return "regex", f"([a-z ,.])*a[a-z ,.]{{{400 + seed % 100}}}"
+
+
+def _many_terminals(seed: int) -> tuple[str, Any]:
+    each = (f"T{at}: /[a-z ]*{chr(97 + at % 26)}[a-z ]{{{at % 20}}}{seed % 10}/" for at in range(300))
+    return "grammar", "\n".join((f"start: ({' | '.join(f'T{at}' for at in range(300))})+", *each))
+
+
+def _no_form(seed: int) -> tuple[str, Any]:
+    return random.Random(seed).choice(
+        (
+            *(
+                ("regex", "("),
+                ("regex", "a{1000000}"),
+                ("regex", "a" * 2**15),
+                ("grammar", "start: start"),
+                ("grammar", ""),
+            ),
+            *(
+                ("schema", {"$ref": "#/nowhere"}),
+                ("schema", {"$ref": "#"}),
+                ("schema", {"type": "integer", "minimum": 1e308}),
+            ),
+            *(
+                ("schema", {"enum": []}),
+                ("schema", {"pattern": "(?=a)", "type": "string"}),
+                ("grammar", "root ::= root"),
+            ),
+        )
+    )
+
+
+_FORMS: tuple[Callable[[int], tuple[str, Any]], ...] = (
+    *(_wide_schema, _alternatives, _nested_schema, _many_states, _many_terminals, _no_form),
+)
+"""The field, or `schema`, and what it has; another one for each number."""
 
 
 @functools.cache

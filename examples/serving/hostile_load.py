@@ -120,6 +120,14 @@ def main() -> None:
     sys.exit(not all(one["kept"] for one in found["promises"]))
 
 
+_SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"type": "string"}, "times": {"type": "integer"}},
+    "required": ["name", "times"],
+}
+"""Of answers in a form."""
+
+
 @dataclass(frozen=True)
 class Question:
     """An honest request, whose answer is drawn with a seed."""
@@ -133,7 +141,7 @@ class Question:
 
 def questions(context: LogBook) -> list[Question]:
     """Some that a text continues, some about the saved context, some with a text of their own; among each kind are some
-    with several answers, with stops, and with logprobs.
+    with several answers, with stops, with logprobs, and in a form.
 
     Args: `context` is what the saved context has.
     """
@@ -154,6 +162,8 @@ def questions(context: LogBook) -> list[Question]:
             fields |= {"stop": [" the", ".\n"]}
         if number // 3 % 4 == 3:
             fields |= {"logprobs": 2} if path == COMPLETION else {"logprobs": True, "top_logprobs": 2}
+        if number % 8 == 2:
+            fields |= {"response_format": {"type": "json_schema", "json_schema": {"name": "found", "schema": _SCHEMA}}}
         found.append(Question(path, fields))
     return found
 

@@ -98,6 +98,16 @@ class KeptCache:
         """What crossed the link, or was read from the disk, so far."""
         return (self._link.traffic() if self._link else Traffic()) + self.disk.traffic()
 
+    def start_threads(self) -> None:
+        """Starts what works beside computation; a GPU's link has no threads."""
+        if self._decoder.device.type == "cpu":
+            self._make_link()
+        self.disk.start_threads()
+
+    def _make_link(self) -> None:
+        if self._link is None:
+            self._link = self._system.make_link(self._decoder.device, self._link_gbps)
+
     def rotate_for(self, prompt_length: int) -> None:
         """Has keys rotated for a prompt of so many tokens; what caches hold is forgotten where that differs. Nobody
         runs."""
@@ -416,8 +426,8 @@ class KeptCache:
         """
         plan.check()
         decoder, placement = self._decoder, plan.placement
-        if placement.streams and self._link is None:
-            self._link = self._system.make_link(decoder.device, self._link_gbps)
+        if placement.streams:
+            self._make_link()
         blocks = windows = states = failure = None
         part, limits = decoder.part, self._system.limits
         where = {"dtype": decoder.dtype, "device": decoder.device}

@@ -11,8 +11,10 @@ from __future__ import annotations
 import json
 import re
 import threading
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -32,8 +34,23 @@ MOST_BYTES = {"json_schema": 2**16, "regex": 2**14, "lark": 2**14, "tools": 2**1
 """Of a grammar's text, by its kind: compiling takes time, up to seconds for as many of the worst kind (a schema with
 2,000 properties: 0.6 s, AMD EPYC, 2026-11-27)."""
 
-COMPILED = 32
-"""Grammars whose compiled form is kept."""
+CHECKED = 32
+"""Grammars that are known to be right."""
+
+KEPT_BYTES = 2**19
+"""Of sources whose compiled forms are kept, those used last: they take up to 300 times as much."""
+
+_SHORT_BYTES = 2**14
+"""What a source counts at least."""
+
+_DENSE = 16
+"""How many times its bytes a source counts that is no JSON schema, as it has more in them."""
+
+_LEXER_STATES, _STEP_FUEL = 2**16, 50_000
+"""Limits of llguidance for one answer: what it has found out about its tokens so far, and what it may find out for the
+next one. With its own, four times as much each, one answer took 600 MiB, and 0.3 s for a token; with these 40 MiB and
+30 ms at most (300 terminals, each of which may begin anywhere; Intel Xeon, 2026-11-27). A text of limited length has a
+state for each letter."""
 
 _STACK_BYTES = 2**28
 """Of the thread that compiles: llguidance follows references by recursion, some 5 KiB each."""
@@ -101,14 +118,22 @@ class Grammar:
             raise GrammarError(f"the {self.name} cannot be read: {in_a_line(str(error))}") from error
 
 
-@lru_cache(maxsize=COMPILED)
+def check_length(kind: Kind, num_bytes: int) -> None:
+    """Raises:
+    GrammarError: a grammar cannot have so many bytes.
+    """
+    most = MOST_BYTES[kind]
+    if num_bytes > most:
+        raise GrammarError(f"the {Grammar(kind, '').name} has more than {most:,} bytes; give a shorter one")
+
+
+@lru_cache(maxsize=CHECKED)
 def _check(kind: Kind, source: str) -> None:
     """See `Grammar.check`."""
     from llguidance import LLMatcher
 
-    grammar, most = Grammar(kind, source), MOST_BYTES[kind]
-    if len(source.encode(errors="replace")) > most:
-        raise GrammarError(f"the {grammar.name} has more than {most:,} bytes; give a shorter one")
+    grammar = Grammar(kind, source)
+    check_length(kind, len(source.encode(errors="replace")))
     if kind == "lark" and (found := _WITHOUT_ROLLBACK.search(source)):
         raise GrammarError(f"the grammar cannot be followed: {found[1]} is not supported, as its tokens must stay")
 
@@ -140,7 +165,7 @@ def _limits() -> LLParserLimits:
     """Those of llguidance, which bound time and memory, with messages in a line."""
     from llguidance import LLParserLimits
 
-    return LLParserLimits(verbose_errors=False)
+    return LLParserLimits(verbose_errors=False, max_lexer_states=_LEXER_STATES, step_lexer_fuel=_STEP_FUEL)
 
 
 _SPACES: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
@@ -178,7 +203,9 @@ class Grammars:
     def __init__(self, directory: Path, config: ModelConfig) -> None:
         """Args: `directory` has the model's tokenizer, which is read when it is first needed."""
         self._directory, self._config = directory, config
-        self._compiled = lru_cache(maxsize=COMPILED)(self._compile)
+        self._lock = threading.Lock()
+        self._compiled: OrderedDict[tuple[Kind, str], LLMatcher] = OrderedDict()  # those used last at the end
+        self._compiling: threading.Event | None = None
 
     @cached_property
     def _tokenizer(self) -> LLTokenizer:
@@ -207,7 +234,7 @@ class Grammars:
             raise GrammarError(
                 f"{self._config.name} has no end-of-sequence token, so that no answer in a form could end"
             )
-        found = self._compiled(grammar.kind, grammar.source).deep_copy()
+        found = self._of(grammar).deep_copy()
         return Matcher(found, grammar.reasoning, self._config, start)
 
     def prepare(self, grammar: Grammar) -> None:
@@ -216,7 +243,42 @@ class Grammars:
         Raises:
             GrammarError: see `matcher`.
         """
-        self._compiled(grammar.kind, grammar.source)
+        self._of(grammar)
+
+    def compile_beside(self, grammar: Grammar) -> threading.Event | None:
+        """Has a thread compile a grammar, one at a time. Returns what is set when that is done, as it may be already;
+        `None`: another one is being compiled."""
+        done = threading.Event()
+        with self._lock:
+            if (grammar.kind, grammar.source) in self._compiled:
+                done.set()
+                return done
+            if self._compiling and not self._compiling.is_set():
+                return None
+            self._compiling = done
+
+        def compile_it() -> None:
+            try:
+                with suppress(Exception):  # whoever needs it is told
+                    self.prepare(grammar)
+            finally:
+                done.set()
+
+        threading.Thread(target=compile_it, name="grammar beside", daemon=True).start()
+        return done
+
+    def _of(self, grammar: Grammar) -> LLMatcher:
+        """The compiled form."""
+        key = grammar.kind, grammar.source
+        with self._lock:
+            found = self._compiled.get(key)
+        found = found or self._compile(*key)
+        with self._lock:
+            self._compiled[key] = found
+            self._compiled.move_to_end(key)
+            while len(self._compiled) > 1 and sum(map(_counted_bytes, self._compiled)) > KEPT_BYTES:
+                self._compiled.popitem(last=False)
+        return found
 
     def _compile(self, kind: Kind, source: str) -> LLMatcher:
         from llguidance import LLMatcher
@@ -236,6 +298,12 @@ class Grammars:
         if found.is_error():
             raise GrammarError(f"the {grammar.name} cannot be followed: {in_a_line(found.get_error())}")
         return found
+
+
+def _counted_bytes(key: tuple[Kind, str]) -> int:
+    """What a source counts for how many are kept."""
+    kind, source = key
+    return max(_SHORT_BYTES, len(source) * (1 if kind in ("json_schema", "tools") else _DENSE))
 
 
 class Matcher:

@@ -18,7 +18,7 @@ from ...kernels.chunks import gather_chunks
 from ...tp.model.config import ModelConfig
 from ..held import Held
 from .link import Traffic
-from .pages import in_huge_pages
+from .pages import HUGE_PAGE, lasting_memory
 from .placement import Placement
 
 
@@ -167,7 +167,7 @@ class DeviceBlocks:
         self.block_size, self.dtype, self.device = block_size, dtype, device
         shape = (-(-capacity // block_size), 2, config.num_kv_heads, block_size, config.head_dim)
         layers = range(config.num_layers)
-        self._layers = [in_huge_pages(torch.empty(shape, dtype=dtype, device=device)) for _ in layers]
+        self._layers = [lasting_memory(shape, dtype, device) for _ in layers]
         self._clean = [0] * config.num_layers  # leading blocks whose memory holds finite numbers throughout
 
     @property
@@ -185,8 +185,9 @@ class DeviceBlocks:
     @property
     def footprint(self) -> Footprint:
         num_blocks, size = self._layers[0].shape[0], self._layers[0].nbytes
-        blocks = sum(num_blocks - clean for clean in self._clean)
-        return Footprint(untouched=blocks * (size // max(1, num_blocks)))
+        page = HUGE_PAGE if size >= HUGE_PAGE else 1
+        touched = (-(-clean * (size // max(1, num_blocks)) // page) * page for clean in self._clean)
+        return Footprint(untouched=sum(max(0, size - num_bytes) for num_bytes in touched))
 
     def offload(self, num_bytes: int) -> int:
         return 0

@@ -7,7 +7,6 @@ too: attention of 1 to 16 rows to 32,768 keys took 5 to 11 % less time (AMD EPYC
 
 from __future__ import annotations
 
-import ctypes
 import mmap
 from collections.abc import Sequence
 from contextlib import suppress
@@ -19,7 +18,10 @@ from torch import Tensor
 from ...tp.errors import CapacityError
 from ...tp.units import gib
 
-_HUGE_PAGE = 2**21
+HUGE_PAGE = 2**21
+
+_SMALL = 2**16
+"""Bytes from which on memory that lasts has pages of its own."""
 
 
 def aligned_memory(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -29,7 +31,7 @@ def aligned_memory(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         CapacityError: the system does not give so much.
     """
     size = prod(shape) * dtype.itemsize
-    if size >= _HUGE_PAGE:
+    if size >= HUGE_PAGE:
         memory = torch.frombuffer(new_pages(size), dtype=torch.uint8, count=size)
     else:
         memory = torch.empty(size + mmap.PAGESIZE, dtype=torch.uint8)
@@ -38,8 +40,8 @@ def aligned_memory(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     return memory.view(dtype).view(*shape)
 
 
-def new_pages(size: int) -> mmap.mmap:
-    """New memory from the border of a page on, in huge pages where the system has them.
+def new_pages(size: int, *, huge: bool = True) -> mmap.mmap:
+    """New memory from the border of a page on, in huge pages where the system has them and they are wanted.
 
     Raises:
         CapacityError: the system does not give so much.
@@ -52,19 +54,24 @@ def new_pages(size: int) -> mmap.mmap:
             f"the system gives no {gib(size)} of host memory ({error.strerror}); free some, or shorten the prompt "
             "(--truncate)"
         ) from error
-    if hasattr(mmap, "MADV_HUGEPAGE"):
+    if huge and hasattr(mmap, "MADV_HUGEPAGE"):
         with suppress(OSError):  # of a system built without them
             memory.madvise(mmap.MADV_HUGEPAGE)
     return memory
 
 
-def in_huge_pages(tensor: Tensor) -> Tensor:
-    """Has contiguous memory that nothing was written to yet come in huge pages, where it is a CPU's and the system has
-    them. Returns the tensor."""
-    if tensor.device.type != "cpu" or tensor.nbytes < _HUGE_PAGE or not hasattr(mmap, "MADV_HUGEPAGE"):
-        return tensor
-    first = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
-    size = (tensor.data_ptr() + tensor.nbytes - first) // mmap.PAGESIZE * mmap.PAGESIZE
-    with suppress(OSError, AttributeError):  # a system without this function; where it refuses, pages stay small
-        ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(size), mmap.MADV_HUGEPAGE)
-    return tensor
+def lasting_memory(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Uninitialised memory for what lasts: a CPU's has pages of its own where it is not small, so that it parts nothing
+    that comes and goes, and huge ones where it is large. The first of these begins with it: elsewhere a page that
+    something is written to would be taken with twice as much behind it that nothing was.
+
+    Raises:
+        CapacityError: the system does not give so much.
+    """
+    size = prod(shape) * dtype.itemsize
+    if device.type != "cpu" or size < _SMALL:
+        return torch.empty(shape, dtype=dtype, device=device)
+    huge = size >= HUGE_PAGE and hasattr(mmap, "MADV_HUGEPAGE")
+    pages = new_pages(size + HUGE_PAGE if huge else size, huge=huge)
+    first = -torch.frombuffer(pages, dtype=torch.uint8).data_ptr() % HUGE_PAGE if huge else 0
+    return torch.frombuffer(pages, dtype=torch.uint8, count=size, offset=first).view(dtype).view(*shape)

@@ -8,6 +8,7 @@ On the way back threads empty them.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -27,6 +28,13 @@ THREADS = 6
 def make_pool() -> Any:
     """What runs them. PyTorch copies with one thread in each: they are several already."""
     return ThreadPoolExecutor(THREADS, "staging", partial(torch.set_num_threads, 1))
+
+
+def start_pool(pool: Any) -> None:
+    """Starts all threads of `make_pool`, where nothing is to do yet."""
+    together = threading.Barrier(THREADS)  # or one that is there already would do what another was to begin with
+    for started in [pool.submit(together.wait) for _ in range(THREADS)]:
+        started.result()
 
 
 class IndirectSource(Protocol):

@@ -170,3 +170,18 @@ def test_slashes_of_a_pattern_are_no_ends(family):
     for text, fits in (("/api/a/b", True), ("/api/A", False)):
         call = FIRST[style].replace('"most": 5', f'"text": "{text}"').replace("most>\n5", f"text>\n{text}")
         assert allows(AllowedCalls((tool,), needed=True), call) is fits
+
+
+def test_schemas_that_are_too_long_together_are_refused_before_each_is_looked_at():
+    many = tuple(Tool(f"f{number}", "", {"title": f"{number}", "type": "wrong"}, strict=True) for number in range(4000))
+    with pytest.raises(GrammarError, match="the grammar of the tools has more than 262,144 bytes"):
+        AllowedCalls(many).check()
+    with pytest.raises(GrammarError, match="f0: the JSON schema cannot be followed"):
+        AllowedCalls(many[:100]).check()
+
+
+def test_reading_needs_no_more_of_a_tool_than_its_name_and_types():
+    assert STRICT.for_reading(CallForm("json")) == Tool("find", "", {"properties": {}})
+    found = STRICT.for_reading(CallForm("xml"))
+    assert (found.name, found.description, found.strict) == ("find", "", False)
+    assert found.parameters == {"properties": {"text": {"type": ["string"]}, "most": {"type": []}}}

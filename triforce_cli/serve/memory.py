@@ -8,7 +8,7 @@ from contextlib import suppress
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
 
-_MAPPED_BYTES = 2**22
+_MAPPED_BYTES = 2**20
 """Pieces of so many bytes go back to the system as soon as they are free."""
 
 _KEPT_BYTES = 2**26

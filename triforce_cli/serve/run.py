@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import NoReturn
 
 import uvicorn
+from anyio.to_thread import current_default_thread_limiter, run_sync
 
 from ...offload.vocabulary import check_pair
 from ...tp.errors import TriforceError
@@ -262,10 +263,17 @@ class HttpThread:
     def _run(self) -> None:
         try:
             with asyncio.Runner(loop_factory=lambda: asyncio.SelectorEventLoop(_SharingSelector())) as runner:
-                runner.run(self._server.serve([self._listening]))
+                runner.run(self._serve())
         finally:
             if not self._server.should_exit:
                 self._on_failure()
+
+    async def _serve(self) -> None:
+        # Files of uploads are written and read in a thread, which is begun now. By itself there would be up to 40, as
+        # many as upload at a time, and they would stay.
+        current_default_thread_limiter().total_tokens = 1
+        await run_sync(int)
+        await self._server.serve([self._listening])
 
 
 class _SharingSelector(selectors.DefaultSelector):

@@ -24,6 +24,7 @@ from .answer_parts import Part
 from .calls import Tool
 from .response import AnswerEnd, FinishedAnswer, parts_of, timings
 from .wire import (
+    MAX_WRITTEN_DEPTH,
     MESSAGES,
     NEEDED,
     AnswerRequest,
@@ -44,6 +45,7 @@ from .wire import (
     check_model,
     check_result,
     check_tools,
+    depth_of,
     given_messages,
     of_whole_characters,
     refused,
@@ -415,11 +417,13 @@ def _whole_block(part: Part) -> dict[str, Any]:
 
 def _arguments(text: str) -> dict[str, Any]:
     """Those of a call; of one that was cut, what there is of them, as clients read it from a stream. Models may write
-    what is no JSON, or has numbers or letters that JSON cannot have: then there are none."""
+    what is no JSON, has numbers or letters that JSON cannot have, or is nested too deeply: then there are none."""
     for read in (partial(json.loads, strict=False), partial(from_json, allow_partial=True)):
         with suppress(ValueError, RecursionError):
             found = read(text)
-            if isinstance(found, dict) and json.dumps(found, ensure_ascii=False, allow_nan=False).encode():
+            if not isinstance(found, dict) or depth_of(found, MAX_WRITTEN_DEPTH) > MAX_WRITTEN_DEPTH:
+                continue
+            if json.dumps(found, ensure_ascii=False, allow_nan=False).encode():
                 return found
     return {}
 

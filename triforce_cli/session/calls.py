@@ -19,13 +19,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from ...offload.speculation.grammar import MOST_BYTES, Grammar, GrammarError, json_rule
+from ...offload.speculation.grammar import MOST_BYTES, Grammar, GrammarError, check_length, json_rule
 from ...tp.weights.tokenizer import Tokenizer
 
 OPENS, CLOSES = "<tool_call>", "</tool_call>"
 VALUE_END = "</parameter>"
 TOOL_CALLS, CALL_ID, ARGS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
 """Mistral's."""
+
+
+_BESIDE_SCHEMA = 64
+"""Bytes that a tool counts beside its schema: about what a grammar has of it."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +48,12 @@ class Tool:
         """The schemas of single arguments."""
         found = self.parameters.get("properties")
         return found if isinstance(found, dict) else {}
+
+    def for_reading(self, form: CallForm | None) -> Tool:
+        """What calls of a form are read by: arguments that are written one by one have types."""
+        one_by_one = form is not None and form.style == "xml"
+        types = {name: {"type": [*types_of(schema)]} for name, schema in self.properties.items()} if one_by_one else {}
+        return Tool(self.name, "", {"properties": types})
 
     @property
     def for_template(self) -> dict[str, Any]:
@@ -72,12 +82,18 @@ class AllowedCalls:
         """Raises:
         GrammarError: the schema of a tool cannot be followed; the message says which one, and where in it.
         """
-        for tool in self.tools:
-            if self.needed or tool.strict:
-                try:
-                    Grammar("json_schema", json.dumps(tool.parameters)).check()
-                except GrammarError as error:
-                    raise GrammarError(f"{tool.name}: {error}") from error
+        followed = [Grammar("json_schema", json.dumps(one.parameters)) for one in self.tools if self._follows(one)]
+        # Before each of them takes its time.
+        check_length("tools", sum(len(grammar.source) + _BESIDE_SCHEMA for grammar in followed))
+        for tool, grammar in zip(filter(self._follows, self.tools), followed, strict=True):
+            try:
+                grammar.check()
+            except GrammarError as error:
+                raise GrammarError(f"{tool.name}: {error}") from error
+
+    def _follows(self, tool: Tool) -> bool:
+        """Whether calls of a tool must be of its schema."""
+        return self.needed or tool.strict
 
 
 @dataclass(frozen=True)

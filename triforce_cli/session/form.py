@@ -67,4 +67,4 @@ def syntax_of(
         tools: those that the prompt describes.
     """
     reasoning = reasoning_of(token_ids, tokenizer)
-    return AnswerSyntax(reasoning and reasoning.is_open, form, {tool.name: tool for tool in tools})
+    return AnswerSyntax(reasoning and reasoning.is_open, form, {tool.name: tool.for_reading(form) for tool in tools})

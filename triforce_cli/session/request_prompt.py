@@ -18,7 +18,7 @@ from .calls import CallForm, Tool, call_grammar
 from .form import syntax_of
 from .prompt import Context, Exchange, Prompt, QuestionForm, encode_behind, line_ends_behind
 from .session import Task
-from .wire import COMPLETION, AnswerRequest, BodyError, Message
+from .wire import COMPLETION, MAX_WRITTEN_DEPTH, AnswerRequest, BodyError, Message, depth_of
 
 _THINKS = "enable_thinking"
 """The variable by which chat templates are told whether answers begin with reasoning."""
@@ -255,12 +255,14 @@ def _for_template(one: Message, names: Mapping[str, str] | None = None) -> dict[
 
 
 def _as_object(arguments: str) -> Any:
-    """Arguments as templates take them, where they are JSON; what a model has written may be none."""
+    """Arguments as templates take them, where they are JSON that is not nested too deeply for programs that go through
+    it; what a model has written may be none."""
     try:
         found = json.loads(arguments) if arguments.strip() else {}
     except (ValueError, RecursionError):
         return arguments
-    return found if isinstance(found, dict) else arguments
+    fits = isinstance(found, dict) and depth_of(found, MAX_WRITTEN_DEPTH) <= MAX_WRITTEN_DEPTH
+    return found if fits else arguments
 
 
 def _has_text(messages: Sequence[Message]) -> bool:

@@ -55,6 +55,9 @@ MAX_DEPTH = 32
 MAX_SCHEMA_DEPTH = 64
 """The same of a JSON schema."""
 
+MAX_WRITTEN_DEPTH = 200
+"""The same of arguments that a model has written."""
+
 MAX_LOGPROBS = 20
 """Likeliest tokens in the place of each (`top_logprobs`; `logprobs` of a completion), as in OpenAI's form."""
 
@@ -123,7 +126,7 @@ def _encodable(most: int) -> AfterValidator:
     """An object that can be written as JSON, and is nested so deeply at most."""
 
     def check(given: dict[str, Any]) -> dict[str, Any]:
-        if _depth(given, most) > most:
+        if depth_of(given, most) > most:
             raise ValueError(f"is nested too deeply; it can be {most} levels deep")
         of_whole_characters(json.dumps(given, ensure_ascii=False))
         return given
@@ -138,12 +141,12 @@ def schema_of(given: Any) -> Any:
     return found
 
 
-def _depth(given: Any, most: int) -> int:
+def depth_of(given: Any, most: int) -> int:
     """Levels of lists and objects; of deeper ones than `most` not more than one more."""
     inner = given.values() if isinstance(given, dict) else given if isinstance(given, list) else None
     if inner is None or most < 0:
         return 0
-    return 1 + max((_depth(one, most - 1) for one in inner), default=0)
+    return 1 + max((depth_of(one, most - 1) for one in inner), default=0)
 
 
 def _without_point(given: Any) -> Any:

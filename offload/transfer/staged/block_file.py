@@ -23,6 +23,7 @@ from ....tp.errors import CapacityError
 from ....tp.units import gib
 from ..host import HOST, Host
 from ..link import LinkError, Traffic
+from ..staging import start_pool
 
 ALIGNMENT = 4096
 """Bytes that slots, and the memory they are read into, are multiples of: what direct reads ask for."""
@@ -54,6 +55,10 @@ class DiskSpace:
         self._lock = threading.Lock()
         self._bytes_in = self._bytes_out = 0
         self._reading, self._reading_since, self._busy_s, self._waited_s = 0, 0.0, 0.0, 0.0
+
+    def start_threads(self) -> None:
+        """Starts all threads of the pool, which else begin one by one as there is work for them."""
+        start_pool(self.pool)
 
     def new_file(self, num_slots: int, slot_bytes: int) -> BlockFile:
         """A file of so many slots; see `BlockFile`."""

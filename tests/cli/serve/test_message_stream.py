@@ -85,9 +85,10 @@ def test_blocks_stand_in_the_order_in_which_they_were_written():
         ('{"x": 1e999}', {}),
         ('{"x": "\\ud83d"}', {}),
         ('{"x": ' + "[" * 5000 + "]" * 5000 + "}", {}),
+        ('{"x": ' + "[" * 700 + "]" * 700 + "}", {}),
         ("{x: 1}", {}),
     ],
-    ids=["line end in a text", "no number", "infinite", "half a character", "too deep", "no JSON"],
+    ids=["line end in a text", "no number", "infinite", "half a character", "too deep", "rather deep", "no JSON"],
 )
 def test_arguments_that_are_no_json_are_none(arguments, wanted):
     (block,) = blocks(call(arguments))

@@ -55,6 +55,16 @@ def test_nothing_is_lost_or_left_behind_among_many_clients(serving):
             )
 
 
+def test_uploads_at_once_begin_no_threads(serving):
+    with serving() as server:
+        server.complete()
+        threads = held_by(server, "task")
+        text = "a" * 2**22  # more than is kept in memory on its way
+        replies = server.at_once(*(lambda name=f"text-{number}": server.upload(name, text) for number in range(12)))
+        assert {reply.status for reply in replies} == {400} and b"positions" in replies[0].body
+        assert held_by(server, "task") <= threads
+
+
 @pytest.mark.slow
 def test_clients_of_all_kinds_get_one_answer_each_and_leave_nothing_behind(serving, tmp_path, monkeypatch):
     monkeypatch.setenv("TRIFORCE_HOME", str(tmp_path))

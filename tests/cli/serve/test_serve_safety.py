@@ -4,8 +4,11 @@ import contextlib
 import http.client
 import json
 import random
+import shutil
 import socket
+import time
 
+import psutil
 import pytest
 from command import TEXT
 
@@ -146,3 +149,27 @@ def test_nothing_of_a_prompt_or_of_this_machine_is_in_logs_and_errors(server, pa
     assert "special" not in log and "best of times" not in log
     lines = [json.loads(line) for line in log.splitlines() if line.startswith("{")]
     assert all({"time", "client", "method", "route", "status", "ms"} <= line.keys() for line in lines)
+
+
+def test_what_a_prompt_was_made_of_is_not_kept_while_it_waits(serving, lasting, tmp_path):
+    model = tmp_path / "model"
+    shutil.copytree(lasting[0], model)
+    (model / "chat_template.jinja").write_text("{% if wide %}{{ messages[0].content }}{% endif %}")
+    wide = {"wide": {str(number): {} for number in range(100_000)}}
+    fields = {"messages": [{"role": "user", "content": "Why?"}], "max_tokens": 1, "chat_template_kwargs": wide}
+    with serving((model, model), max_sequences=1) as server, contextlib.ExitStack() as waiting:
+
+        def wait(count):
+            wanted = count + server.metric("queue_length")
+            for _ in range(count):
+                waiting.callback(server.connect("POST", CHAT, fields).close)
+            server.wait_for(lambda: server.metric("queue_length") == wanted)
+            time.sleep(3)  # what is free goes back to the system every two seconds
+            return psutil.Process(server.fork.pid).memory_info().rss
+
+        long = {"prompt": "It was", "max_tokens": 60_000, "stream": True}
+        waiting.callback(server.connect("POST", COMPLETION, long).close)
+        server.wait_for(lambda: server.metric("running_answers") == 1)
+        before = wait(2)
+        grown = wait(8) - before
+        assert grown < 40 * 2**20, f"{grown / 2**20:.0f} MiB more"

@@ -282,6 +282,15 @@ def test_models_without_a_form_of_calls_say_so(pair, tmp_path, server):
             fork.kill()
 
 
+@pytest.mark.parametrize("depth", [60, 199, 201, 700])
+def test_earlier_calls_may_be_nested_deeply(server, depth):
+    function = {"name": "now", "arguments": f'{{"a": {"[" * depth}{"]" * depth}}}'}
+    call = {"id": "a", "type": "function", "function": function}
+    asked = [*ASKED["messages"], {"role": "assistant", "content": None, "tool_calls": [call]}]
+    reply = server.ask("POST", CHAT, {"messages": [*asked, *ASKED["messages"]], "max_tokens": 1})
+    assert reply.status == 200 or "positions" in reply.json["error"]["message"], reply.body
+
+
 @pytest.mark.parametrize("server", [("<think>", "</think>")], indirect=True, ids=["thinks"])
 def test_reasoning_stands_in_a_field_of_its_own(server):
     """By a grammar that ends it, as a random model would go on."""

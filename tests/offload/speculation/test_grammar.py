@@ -5,6 +5,7 @@ import json
 import math
 import random
 import re
+import threading
 from functools import partial
 from typing import Any, cast
 
@@ -22,7 +23,7 @@ from tokenizers import Tokenizer
 from transformers import LlamaForCausalLM, LogitsProcessor
 from triforce.offload import Engine, Grammar, Request, Sampling
 from triforce.offload.speculation.distribution import distribution
-from triforce.offload.speculation.grammar import Grammars, Reasoning
+from triforce.offload.speculation.grammar import KEPT_BYTES, Grammars, Reasoning
 from triforce.tp import UsageError
 from triforce.tp.model.config import ModelConfig
 
@@ -307,3 +308,37 @@ def test_a_model_without_an_end_cannot_have_one(texts, tmp_path):
         engine.stream([1, 2], GREEDY, 5, grammar=Grammar("regex", "a"))
     with pytest.raises(UsageError, match="ignore_eos"):
         engine.stream([1, 2], GREEDY, 5, grammar=Grammar("regex", "a"), ignore_eos=True)
+
+
+def test_compiled_grammars_are_kept_by_the_bytes_of_their_sources(texts):
+    root = texts[0]
+    grammars = Grammars(root / "target", ModelConfig.load(root / "target"))
+    names = [f"a{number}" * 500 for number in range(40)]  # some 60 KiB
+    some = [Grammar("json_schema", json.dumps({"enum": names, "title": title})) for title in "abcdefghijkl"]
+    most = KEPT_BYTES // len(some[0].source)
+    assert 2 <= most < len(some)
+    for grammar in some:
+        grammars.prepare(grammar)
+    assert len(grammars._compiled) == most and some[-1].source in [source for _, source in grammars._compiled]
+    for number in range(60):
+        grammars.prepare(Grammar("regex", f"a{{{number}}}b"))
+    assert len(grammars._compiled) == 32
+
+
+def test_a_grammar_is_compiled_beside_who_asks_and_one_at_a_time(texts, monkeypatch):
+    root = texts[0]
+    grammars, go_on = Grammars(root / "target", ModelConfig.load(root / "target")), threading.Event()
+    first, second, wrong = Grammar("regex", "a+"), Grammar("regex", "b+"), Grammar("regex", "(")
+    compile_now = grammars._compile
+    monkeypatch.setattr(grammars, "_compile", lambda *key: (go_on.wait(60), compile_now(*key))[1])
+    done = grammars.compile_beside(first)
+    assert done is not None and not done.is_set() and grammars.compile_beside(second) is None
+    go_on.set()
+    assert done.wait(60)
+    again = grammars.compile_beside(first)
+    assert again is not None and again.is_set()
+    for grammar in (wrong, second):
+        beside = grammars.compile_beside(grammar)
+        assert beside is not None and beside.wait(60), grammar
+    with pytest.raises(UsageError, match="cannot be followed"):
+        grammars.matcher(wrong, 0)

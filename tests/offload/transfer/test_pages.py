@@ -7,7 +7,7 @@ import os
 
 import pytest
 import torch
-from triforce.offload.transfer.pages import aligned_memory
+from triforce.offload.transfer.pages import HUGE_PAGE, aligned_memory, lasting_memory
 from triforce.tp.errors import CapacityError
 
 
@@ -32,3 +32,17 @@ def test_memory_that_the_system_does_not_give_is_an_error_that_says_how_much(mon
     monkeypatch.setattr(mmap, "mmap", refused)
     with pytest.raises(CapacityError, match=r"gives no 3\.00 GiB of host memory \(Cannot allocate memory\)"):
         aligned_memory((3, 2**30), torch.uint8)
+
+
+@pytest.mark.parametrize("shape", [(0,), (3, 100), (7, 2**16 + 3), (5, 2**20 + 8), (4, 2**21)])
+def test_memory_that_lasts_begins_with_a_huge_page_and_has_nothing_besides(shape):
+    memory = lasting_memory(shape, torch.float32, torch.device("cpu"))
+    assert memory.shape == shape and memory.dtype == torch.float32 and memory.is_contiguous()
+    assert memory.nbytes < HUGE_PAGE or memory.data_ptr() % HUGE_PAGE == 0
+    assert memory.untyped_storage().nbytes() == memory.nbytes
+    memory.fill_(7)
+    view = memory.view(-1)[-5:]
+    del memory
+    gc.collect()
+    lasting_memory(shape, torch.float32, torch.device("cpu")).fill_(9)
+    assert (view == 7).all()

@@ -213,8 +213,15 @@ class Answering:
         return task.prepare(self._tokenizer, self._engine.target.config.eos_token_ids)
 
     def _may_join(self, work: Job | Upload) -> bool:
-        """Texts that are read come one at a time, as several of the same name would be in each other's way."""
-        return not (isinstance(work, Upload) and any(isinstance(task.owner, Upload) for task in self._tasks))
+        """Texts that are read come one at a time, as several of the same name would be in each other's way; a grammar
+        that is compiled no more is first compiled again, beside the answers, for which that may take a second."""
+        if isinstance(work, Upload):
+            return not any(isinstance(task.owner, Upload) for task in self._tasks)
+        grammar, grammars = work.prompts[0].grammar, self._engine.grammars
+        if grammar is None or grammars is None:
+            return True
+        work.compiled = work.compiled or grammars.compile_beside(grammar)
+        return work.compiled is not None and work.compiled.is_set()
 
     def _send_piece(self, event: Written) -> None:
         """Hands on what a round brought to an answer."""

@@ -4,6 +4,7 @@ worked on by the engine's."""
 from __future__ import annotations
 
 import errno
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -132,6 +133,8 @@ class Job(_Work):
     """Whether timings are wanted with each piece."""
     wants_progress: bool = False
     """Whether it is to be told how its prompt is read."""
+    compiled: threading.Event | None = field(default=None, init=False)
+    """Set once its grammar is compiled; `None`: nobody has begun to do that for it."""
 
     @property
     def parts(self) -> int:

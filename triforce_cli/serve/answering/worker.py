@@ -94,6 +94,7 @@ class Worker:
             tokenizer = Tokenizer.load(self._directory)
             if engine.contexts and self._options.save_prompts:
                 _ = engine.contexts.fingerprint  # it reads the weights: now, and not while answers are written
+            engine.start_threads()  # now, so that their number stays as it is
             self.engine = engine
             if self._enter("ready"):
                 self._note("ready")

@@ -32,7 +32,7 @@ from .preparing import Preparing
 
 T = TypeVar("T")
 
-_SLICE = 2**20
+_SLICE = 2**18
 """Letters of a long text that are encoded at a time, to see whether it is too long."""
 
 _MARGIN = 1.1
@@ -80,8 +80,7 @@ class Service:
             request, delivery = self._checked(raw, endpoint)
             prompts = request_prompts(request, tokenizer, self._config)
             self._prepare_grammar(prompts[0], request.grammar_field)
-            without_texts = replace(request, messages=(), prompts=("",) * len(request.prompts))
-            return without_texts, prompts, delivery
+            return _without_contents(request), prompts, delivery
 
         request, prompts, delivery = await self._prepare(client, len(raw), prepare)
         events = Events(self.limits.unread_bytes if delivery.stream else self.limits.whole_bytes)
@@ -260,6 +259,12 @@ class Service:
     def _put(self, work: Job | Upload) -> None:
         if not self.queue.put(work):
             raise self.worker.refusal() if self.worker.state != "ready" else queue_full()
+
+
+def _without_contents(request: AnswerRequest) -> AnswerRequest:
+    """A request whose prompts are made, without what they were made of: it may wait for long."""
+    prompts = ("",) * len(request.prompts)
+    return replace(request, messages=(), prompts=prompts, template_arguments={}, grammar=None, tools=(), calls=None)
 
 
 def _texts(value: Any) -> Iterator[str]:
