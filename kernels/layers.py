@@ -188,8 +188,8 @@ def _normed(
     sizes: tuple[int, int],
     outputs: int,
 ) -> Tensor:
-    """Calls `triforce_linear` or `triforce_gated_mlp`, which take the same arguments but for `given`: matrix and bias, or
-    two matrices, and what holds them in few bits."""
+    """Calls `triforce_linear` or `triforce_gated_mlp`, which take the same arguments but for `given`: matrix and bias,
+    or two matrices, and what holds them in few bits."""
     out = torch.empty((x.shape[0], outputs), dtype=x.dtype, device=x.device) if onto is None else onto
     failed = call(
         kernel,

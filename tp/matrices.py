@@ -284,7 +284,6 @@ class GatedMlp:
         gate, up = self.gate_up.times(rows, norm=norm, eps=eps).chunk(2, dim=-1)
         return self.down.times(gated(gate, up, self.activation), onto=onto)
 
-
     @cached_property
     def _in_few_bits(self) -> tuple[QuantisedMatrix, ...]:
         """Gate, up and down, if each is one matrix in few bits without a bias; else none."""

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from ...tp.devices import synchronize
+from ...tp.pages import aligned_memory
 from ..limits import LIMITS
 from .link import Link
-from .pages import aligned_memory
 from .staged.block_file import BlockFile, DiskSpace
 
 READ_BYTES = 2**30

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from ...kernels.chunks import gather_chunks
 from ...tp.model.config import ModelConfig
+from ...tp.pages import HUGE_PAGE, lasting_memory
 from ..held import Held
 from .link import Traffic
-from .pages import HUGE_PAGE, lasting_memory
 from .placement import Placement
 
 

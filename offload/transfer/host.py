@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ...kernels.packing import pack
-from .pages import aligned_memory
+from ...tp.pages import aligned_memory
 from .staging import make_pool
 
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ...tp.errors import TriforceError
-from .pages import aligned_memory
+from ...tp.pages import aligned_memory
 
 MEASURED_BYTES = 2**26
 """What a link must have carried for its speed to be known: four blocks and more, each copied in one piece."""

@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 
 from ...tp.errors import CapacityError
+from ...tp.pages import new_pages
 from ...tp.units import gib
 from ..limits import MOST_TOGETHER
-from .pages import new_pages
 
 LARGEST_PIECE = 4 * 2**30
 """Bytes registered in one call, if a block is not larger."""

@@ -13,13 +13,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ..errors import ModelError
 from ..model.families import MOST_EXPERTS, plain_name
+from ..pages import lasting_memory
 from .gguf_header import DENSE_FORMS, form_bytes
 from .weight_files import gguf_index, weight_files
 
@@ -312,11 +312,14 @@ def _gguf_tensor(path: Path, offset: int, form: str, shape: list[int], heads: in
     num_bytes = form_bytes(form, tuple(shape))
 
     def part(wanted: tuple[slice, ...]) -> Tensor:
+        stored = lasting_memory((num_bytes,), torch.uint8, torch.device("cpu"))
         try:
-            stored = torch.from_numpy(np.fromfile(path, np.uint8, num_bytes, offset=offset))
+            with path.open("rb") as file:
+                file.seek(offset)
+                found = file.readinto(stored.numpy())
         except OSError as error:
             raise ModelError(f"{path} cannot be read: {error}") from error
-        if stored.numel() != num_bytes:
+        if found != num_bytes:
             raise ModelError(f"{path} is shorter than it was; download it again")
         if form in DENSE_FORMS:
             stored = stored.view(_GGUF_DTYPES[form])

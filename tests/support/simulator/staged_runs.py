@@ -14,8 +14,8 @@ import torch
 from cuda_simulator import Simulator
 from simulated_operations import simulator_off
 from triforce.offload.transfer.host import Host
-from triforce.offload.transfer.pages import aligned_memory
 from triforce.offload.transfer.staged.block_file import BlockFile, DiskSpace
+from triforce.tp.pages import aligned_memory
 
 
 class Job:

@@ -7,8 +7,8 @@ import os
 
 import pytest
 import torch
-from triforce.offload.transfer.pages import HUGE_PAGE, aligned_memory, lasting_memory
 from triforce.tp.errors import CapacityError
+from triforce.tp.pages import HUGE_PAGE, aligned_memory, lasting_memory
 
 
 @pytest.mark.parametrize("shape", [(0,), (3, 100), (5, 2**20 + 8), (2**21,)])

@@ -15,8 +15,8 @@ from math import prod
 import torch
 from torch import Tensor
 
-from ...tp.errors import CapacityError
-from ...tp.units import gib
+from .errors import CapacityError
+from .units import gib
 
 HUGE_PAGE = 2**21
 
@@ -55,9 +55,13 @@ def new_pages(size: int, *, huge: bool = True) -> mmap.mmap:
             "(--truncate)"
         ) from error
     if huge and hasattr(mmap, "MADV_HUGEPAGE"):
-        with suppress(OSError):  # of a system built without them
-            memory.madvise(mmap.MADV_HUGEPAGE)
+        _ask_for_huge_pages(memory, 0, size)
     return memory
+
+
+def _ask_for_huge_pages(memory: mmap.mmap, start: int, size: int) -> None:
+    with suppress(OSError):  # of a system built without them
+        memory.madvise(mmap.MADV_HUGEPAGE, start, size)
 
 
 def lasting_memory(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -72,6 +76,8 @@ def lasting_memory(shape: Sequence[int], dtype: torch.dtype, device: torch.devic
     if device.type != "cpu" or size < _SMALL:
         return torch.empty(shape, dtype=dtype, device=device)
     huge = size >= HUGE_PAGE and hasattr(mmap, "MADV_HUGEPAGE")
-    pages = new_pages(size + HUGE_PAGE if huge else size, huge=huge)
+    pages = new_pages(size + HUGE_PAGE if huge else size, huge=False)
     first = -torch.frombuffer(pages, dtype=torch.uint8).data_ptr() % HUGE_PAGE if huge else 0
+    if huge:
+        _ask_for_huge_pages(pages, first, size // HUGE_PAGE * HUGE_PAGE)  # not for one that would end behind it
     return torch.frombuffer(pages, dtype=torch.uint8, count=size, offset=first).view(dtype).view(*shape)
