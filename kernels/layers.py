@@ -67,8 +67,9 @@ def held_linear(
     onto: Tensor | None = None,
 ) -> Tensor | None:
     """`linear` in bfloat16 with a matrix in few bits, whose numbers are made in the product with the rows of a step;
-    `None` where no compiled kernel computes that. The result is that of `linear` with its numbers, bit by bit."""
-    kernels = _kernels_for_held(x, onto, bias, norm)
+    `None` where no compiled kernel computes that. The result is that of `linear` with its numbers, bit by bit where
+    all are finite."""
+    kernels = _kernels_for_held(x, held.inputs, onto, bias, norm)
     if kernels is None:
         return None
     given = None, _address(bias), ctypes.byref(held)
@@ -79,10 +80,11 @@ def held_gated_mlp(
     x: Tensor, norm: Tensor | None, eps: float, held: Sequence[QuantisedCall], *, onto: Tensor | None = None
 ) -> Tensor | None:
     """`gated_mlp` in bfloat16 with gate, up and down in few bits, with or without a norm; see `held_linear`."""
-    kernels = _kernels_for_held(x, onto, norm)
-    if kernels is None:
+    gate, up, down = held
+    kernels = _kernels_for_held(x, gate.inputs, onto, norm)
+    if kernels is None or (up.inputs, up.outputs, down.inputs) != (gate.inputs, gate.outputs, gate.outputs):
         return None
-    (gate, _, down), given = held, (None, None, (QuantisedCall * 3)(*held))
+    given = None, None, (QuantisedCall * 3)(*held)
     return _normed(kernels.triforce_gated_mlp, x, norm, eps, given, onto, (gate.inputs, gate.outputs), down.outputs)
 
 
@@ -303,9 +305,10 @@ def _kernels_for(x: Tensor, weight: Tensor, *vectors: Tensor | None) -> ctypes.C
     return _kernels(x.device, x.dtype, selected().layers)
 
 
-def _kernels_for_held(x: Tensor, onto: Tensor | None, *vectors: Tensor | None) -> ctypes.CDLL | None:
+def _kernels_for_held(x: Tensor, inputs: int, onto: Tensor | None, *vectors: Tensor | None) -> ctypes.CDLL | None:
     """The same, if they can multiply `x` by a matrix in few bits."""
-    fits = x.dtype == torch.bfloat16 and x.stride(1) == 1 and x.shape[0] <= STEP_ROWS and _takes_sums(onto, x)
+    fits = x.dtype == torch.bfloat16 and x.stride(1) == 1 and x.shape[0] <= STEP_ROWS and x.shape[1] == inputs
+    fits = fits and _takes_sums(onto, x)
     fits = fits and all(one is None or (one.dtype == x.dtype and one.is_contiguous()) for one in vectors)
     return _kernels(x.device, x.dtype, selected().layers) if fits else None
 

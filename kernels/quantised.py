@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -133,6 +133,10 @@ class QuantisedMatrix(ABC):
         """What the compiled kernels are told of it: addresses, good as long as it lives."""
         return self._describe()
 
+    def __getstate__(self) -> dict[str, Any]:
+        """What a copy takes over: no addresses."""
+        return {name: value for name, value in vars(self).items() if name != "described"}
+
     @abstractmethod
     def _describe(self) -> QuantisedCall:
         """See `described`."""
@@ -190,6 +194,8 @@ class GroupedMatrix(QuantisedMatrix):
 
     def _describe(self) -> QuantisedCall:
         zeros, group_of, groups = self.zeros, self.group_of, self.scales.shape[1]
+        assert self.values.stride(1) == 1 and self.scales.is_contiguous()
+        assert isinstance(zeros, int) or zeros.is_contiguous()
         return QuantisedCall(
             *(self.values.data_ptr(), self.kind, self.values.stride(0), *self.shape, groups, self.shape[1] // groups),
             0 if group_of is None else group_of.data_ptr(),
@@ -321,6 +327,7 @@ class BlockMatrix(QuantisedMatrix):
 
     def _describe(self) -> QuantisedCall:
         held = self.blocks
+        assert held.stride(1) == 1
         return QuantisedCall(held.data_ptr(), _BLOCKS + self.layout.number, held.stride(0), *self.shape)
 
     def sums_triton(self, x: Tensor, choice: Choice | None = None) -> Tensor:
@@ -398,8 +405,10 @@ def quantised_linear(
         from .triton.quantised import product_triton  # not imported where it is not used
 
         return product_triton(x.contiguous(), matrix, bias, onto)
-    if is_step and isinstance(product := held_linear(x, matrix.described, bias, norm=norm, eps=eps, onto=onto), Tensor):
-        return product
+    if is_step and x.dtype == torch.bfloat16 and on_cpu(x.device):
+        product = held_linear(x, matrix.described, bias, norm=norm, eps=eps, onto=onto)
+        if product is not None:
+            return product
     if is_fused:
         product = matrix.product_compiled(x)
         product = (product if bias is None else product.add_(bias)).to(x.dtype)
@@ -448,8 +457,9 @@ def expansion_bytes(numbers: int, dtype: torch.dtype, *, is_step: bool) -> int:
 
 
 def _is_fused(x: Tensor, matrix: QuantisedMatrix) -> bool:
-    """Whether compiled kernels make the numbers of a matrix in the product with few rows: on processors whose products
-    PyTorch computes otherwise (`layers.linear`), and where that is faster, which in float32 it is not for groups."""
+    """Whether `product_compiled` multiplies few rows: on processors whose products PyTorch computes otherwise
+    (`layers.linear`; for others there is `held_linear`), and where that is faster, which in float32 it is not for
+    groups."""
     dtypes = (torch.bfloat16, torch.float32) if isinstance(matrix, BlockMatrix) else (torch.bfloat16,)
     is_such = x.dtype in dtypes and x.shape[1] % 8 == 0 and on_cpu(x.device)
     return is_such and selected().layers != "plain" and cpu_level() in (Level.AVX2, Level.AVX512)

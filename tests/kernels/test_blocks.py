@@ -5,7 +5,7 @@ import torch
 from gguf_blocks import numbers_of, random_blocks
 from quantised_matrices import blocks_of, matrix_of
 from triforce.kernels import Level, cpu_level, use_kernels
-from triforce.kernels.layers import linear
+from triforce.kernels.layers import gated_mlp, linear
 from triforce.kernels.quantised import (
     BLOCK_FORMS,
     FLOAT32_NUMBERS,
@@ -13,6 +13,7 @@ from triforce.kernels.quantised import (
     BlockMatrix,
     grouped_of_blocks,
     quantised_linear,
+    quantised_mlp,
 )
 
 GROUPED = ["Q8_0", "Q4_0"]
@@ -153,3 +154,53 @@ def test_compiled_products_with_what_is_no_number_are_none():
     want = (numbers.double().sum(1)).isfinite()
     assert not want.all()
     assert torch.equal(found.isfinite(), want.expand(2, 40))
+
+
+in_the_product = pytest.mark.skipif(cpu_level() < Level.AVX512_BF16, reason="other levels multiply otherwise")
+
+
+def held_in(form, outputs, inputs, seed=0):
+    """A matrix in a format of blocks, or in one of a checkpoint's formats."""
+    if form in GROUPED or form in BLOCK_FORMS:
+        return matrix_in(form, random_blocks(form, outputs, inputs, seed))
+    return matrix_of(form, outputs, inputs, seed)[0]
+
+
+@in_the_product
+@pytest.mark.parametrize("rows", [1, 5, 16, 17, 40, 288])
+@pytest.mark.parametrize(
+    "form", [*BLOCK_FORMS, *GROUPED, "gptq", "gptq-act-order", "awq", "int8-zeros", "fp8", "float8"]
+)
+def test_a_product_in_bfloat16_is_that_with_the_numbers_to_the_last_bit(form, rows):
+    """Of a number of outputs that is no multiple of those that are multiplied together, and of inputs for which numbers
+    are made more than once; a row's bits are its own."""
+    outputs, inputs = (37, 768) if form in (*BLOCK_FORMS, *GROUPED) else (72, 576)
+    matrix = held_in(form, outputs, inputs)
+    g = torch.Generator().manual_seed(rows)
+    x, norm, bias = (torch.randn(*shape, generator=g).bfloat16() for shape in ((rows, inputs), (inputs,), (outputs,)))
+    numbers = matrix.expand(torch.bfloat16)
+    for more in ({}, {"norm": norm, "eps": 1e-5}):
+        found = quantised_linear(x, matrix, bias, **more)
+        assert torch.equal(found, linear(x, numbers, bias, **more))
+        assert torch.equal(quantised_linear(x[-1:], matrix, bias, **more), found[-1:])
+    onto = torch.ones(rows, outputs, dtype=torch.bfloat16)
+    assert torch.equal(quantised_linear(x, matrix, onto=onto.clone()), linear(x, numbers, onto=onto))
+
+
+@in_the_product
+@pytest.mark.parametrize("rows", [1, 5, 40])
+@pytest.mark.parametrize("form", ["Q4_K", "Q6_K", "Q8_0", "awq"])
+def test_an_mlp_in_few_bits_is_that_with_the_numbers_to_the_last_bit(form, rows):
+    hidden, width = 512, 768
+    gate, up, down = (
+        held_in(form, *shape, seed) for seed, shape in enumerate([(width, hidden)] * 2 + [(hidden, width)])
+    )
+    g = torch.Generator().manual_seed(rows)
+    x, norm = (torch.randn(*shape, generator=g).bfloat16() for shape in ((rows, hidden), (hidden,)))
+    gate_up = torch.cat([one.expand(torch.bfloat16) for one in (gate, up)])
+    want = gated_mlp(x, norm, 1e-5, gate_up, down.expand(torch.bfloat16))
+    found = quantised_mlp(x, (gate, up, down), norm, 1e-5)
+    assert torch.equal(found, want)
+    assert quantised_mlp(x.float(), (gate, up, down), norm.float(), 1e-5) is None
+    with pytest.raises(RuntimeError):
+        quantised_linear(x, down)  # of other inputs

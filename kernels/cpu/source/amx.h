@@ -16,24 +16,30 @@
 /* Has the compiler write to memory what tiles are loaded from: it does not know that they are. */
 #define AMX_WRITTEN __asm__ volatile("" ::: "memory")
 
-/* Takes eight whole tiles for this thread. */
-AMX void amx_begin(void)
+/* Takes eight tiles of 16 rows for this thread: 4 and 5 of 16 words each, the others of `width`, at most so many. */
+AMX void amx_begin(int width)
 {
-    static const struct {
+    struct {
         uint8_t palette, start, reserved[14];
         uint16_t row_bytes[16];
         uint8_t rows[16];
-    } layout = {1, 0, {0}, {64, 64, 64, 64, 64, 64, 64, 64}, {SIDE, SIDE, SIDE, SIDE, SIDE, SIDE, SIDE, SIDE}};
+    } layout = {.palette = 1};
+    for (int tile = 0; tile < 8; tile++) {
+        layout.row_bytes[tile] = (uint16_t)(tile == 4 || tile == 5 ? 64 : width * 4);
+        layout.rows[tile] = SIDE;
+    }
+    __asm__ volatile("" : : "r"(&layout) : "memory"); /* the compiler does not know that all of it is read */
     _tile_loadconfig(&layout);
 }
 
 AMX void amx_end(void) { _tile_release(); }
 
-/* Lays SIDE rows, `stride` numbers apart, out as tiles: [words / 16][16 words][16 rows]. Rows from `count` on, and words from
- * `words` on, are zeros. */
-AMX_INLINE void amx_turn(const uint16_t *rows, int64_t stride, int64_t count, int64_t words, float *tiles)
+/* Lays the first `width` of SIDE rows, `stride` numbers apart, out as tiles: [words / 16][16 words][width]. Rows from `count` on,
+ * and words from `words` on, are zeros. */
+AMX_INLINE void amx_turn(const uint16_t *rows, int64_t stride, int64_t count, int64_t words, int width, float *tiles)
 {
-    for (int64_t word = 0; word < words; word += SIDE, tiles += TILE_WORDS) {
+    const __mmask16 wanted = (__mmask16)((1u << width) - 1);
+    for (int64_t word = 0; word < words; word += SIDE, tiles += SIDE * width) {
         const __mmask16 some = words - word < SIDE ? (__mmask16)((1u << (words - word)) - 1) : (__mmask16)0xffff;
         __m512 r[SIDE];
 #pragma GCC unroll 16
@@ -42,7 +48,7 @@ AMX_INLINE void amx_turn(const uint16_t *rows, int64_t stride, int64_t count, in
         vec_transpose(r);
 #pragma GCC unroll 16
         for (int i = 0; i < SIDE; i++)
-            _mm512_store_ps(tiles + i * SIDE, r[i]);
+            _mm512_mask_storeu_ps(tiles + i * width, wanted, r[i]);
     }
 }
 

@@ -25,11 +25,9 @@ typedef struct {
     float scales[INPUTS / RUN], least[INPUTS / RUN];
 } Values;
 
-INLINE int inputs_of(int form) { return form == BLOCKS_Q4_1 || form == BLOCKS_Q5_0 || form == BLOCKS_Q5_1 ? 32 : 256; }
-
 INLINE int run_of(int form) { return form == BLOCKS_Q6_K ? 16 : 32; }
 
-INLINE int zero_of_form(int form) { return form == BLOCKS_Q6_K ? 32 : form == BLOCKS_Q5_0 ? 16 : 0; }
+INLINE int value_of_zero(int form) { return form == BLOCKS_Q6_K ? 32 : form == BLOCKS_Q5_0 ? 16 : 0; }
 
 INLINE int has_least(int form) { return form != BLOCKS_Q5_0 && form != BLOCKS_Q6_K; }
 
@@ -131,7 +129,7 @@ INLINE void expand_form(const uint8_t *row, int form, int is_bf16, void *out, in
 {
     Values some;
     float unrounded[INPUTS];
-    const int of_block = inputs_of(form), run = run_of(form);
+    const int of_block = inputs_of_block(form), run = run_of(form);
     for (int64_t first = 0; first < inputs; first += INPUTS) {
         const int count = inputs - first < INPUTS ? (int)(inputs - first) : INPUTS;
         float *numbers = is_bf16 ? unrounded : (float *)out + first;
@@ -139,7 +137,7 @@ INLINE void expand_form(const uint8_t *row, int form, int is_bf16, void *out, in
             read_block(row, form, some.values + i, some.scales + i / run, some.least + i / run);
         for (int part = 0; part < count / run; part++)
             for (int i = part * run; i < (part + 1) * run; i++) {
-                const float number = some.scales[part] * (float)(some.values[i] - zero_of_form(form));
+                const float number = some.scales[part] * (float)(some.values[i] - value_of_zero(form));
                 numbers[i] = has_least(form) ? number - some.least[part] : number;
             }
         if (is_bf16)
@@ -183,7 +181,7 @@ __attribute__((target("avx2"))) static void expand_avx2(const uint8_t *row, int 
 void triforce_expand_blocks(const Quantised *matrix, int64_t r, int64_t first, int64_t count, void *out, int is_bf16, int level)
 {
     const int form = (int)matrix->kind - BLOCKS;
-    const uint8_t *held = row_of(matrix, r) + first / inputs_of(form) * bytes_of_block(form);
+    const uint8_t *held = row_of(matrix, r) + first / inputs_of_block(form) * bytes_of_block(form);
 #ifdef HAS_AVX2
     if (level >= LEVEL_AVX2) {
         expand_avx2(held, form, is_bf16, out, count);
@@ -200,8 +198,8 @@ VEC void multiply_form(const uint8_t *row, int form, int is_bf16, const float *x
                        int64_t out_stride)
 {
     Values some;
-    const int of_block = inputs_of(form), run = run_of(form);
-    const __m256i zero = _mm256_set1_epi32(zero_of_form(form));
+    const int of_block = inputs_of_block(form), run = run_of(form);
+    const __m256i zero = _mm256_set1_epi32(value_of_zero(form));
     __m256 sums[MOST_ROWS_OF_BLOCKS];
     for (int r = 0; r < n; r++)
         sums[r] = vec_zero();
@@ -213,7 +211,7 @@ VEC void multiply_form(const uint8_t *row, int form, int is_bf16, const float *x
             const __m256 scale = vec_all(some.scales[part]), least = vec_all(has_least(form) ? some.least[part] : 0.0f);
             for (int i = part * run; i < (part + 1) * run; i += LANES) {
                 __m256i values = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)(some.values + i)));
-                if (zero_of_form(form))
+                if (value_of_zero(form))
                     values = _mm256_sub_epi32(values, zero);
                 __m256 numbers = vec_mul(scale, _mm256_cvtepi32_ps(values));
                 if (has_least(form))

@@ -122,7 +122,7 @@ EXPORT int triforce_gated_mlp(const void *x, int64_t stride, const void *norm, f
                               int64_t width, int is_bf16, int level, int threads);
 
 /* Writes the numbers of a matrix, in float32 and rounded to bfloat16 if asked for: 0; 2 if this processor has not the level.
- * From LEVEL_AVX512BF16 on bfloat16 numbers below 2^-126 are zeros, as they are for the products there. */
+ * From LEVEL_AVX512BF16 on bfloat16 numbers below 2^-126 may be zeros, as they are for the products there. */
 EXPORT int triforce_expand(const Quantised *matrix, void *out, int is_bf16, int level, int threads);
 
 /* `out[r] = w · x[r]` in float32, from LEVEL_AVX2 on: `x` has `n` rows of as many inputs as `w`, a multiple of 8, whose numbers

@@ -58,6 +58,8 @@ INLINE float zero_of(const Quantised *matrix, int64_t r, int64_t group)
     }
 }
 
+INLINE int inputs_of_block(int form) { return form >= BLOCKS_Q4_K ? 256 : 32; }
+
 INLINE int bytes_of_block(int form)
 {
     switch (form) {
@@ -70,13 +72,15 @@ INLINE int bytes_of_block(int form)
     }
 }
 
-/* Writes `count` numbers of row `r` from `first` on, in float32 or rounded to bfloat16: multiples of 256, or what is left of
- * the row. */
+/* Writes `count` numbers of row `r` from `first` on, a multiple of 256, in float32 or rounded to bfloat16: as many, or what is
+ * left of the row. */
 void triforce_expand_part(const Quantised *matrix, int64_t r, int64_t first, int64_t count, void *out, int is_bf16, int level);
 
-/* The same of a matrix of blocks, and rounded to bfloat16, needing LEVEL_AVX512BF16, which returns 0 for a matrix that it does
- * not know. */
+/* The same of a matrix of blocks. */
 void triforce_expand_blocks(const Quantised *matrix, int64_t r, int64_t first, int64_t count, void *out, int is_bf16, int level);
+
+/* The same of `rows` rows from `r` on, rounded to bfloat16, to rows of `out` that are `stride` apart. Needs LEVEL_AVX512BF16.
+ * Returns 0, having written nothing, for groups that it does not know. */
 int triforce_expand_bfloat16(const Quantised *matrix, int64_t r, int64_t rows, int64_t first, int64_t count, uint16_t *out,
                              int64_t stride);
 

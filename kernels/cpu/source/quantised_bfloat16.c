@@ -1,6 +1,6 @@
 /* Numbers of quantised matrices in bfloat16, 32 at a time, with AVX-512 BF16: where a value has four or five bits, the numbers
  * it may stand for are made once for all inputs with the same scale, and looked up. They are those of quantised.c and blocks.c,
- * but for numbers below 2^-126, which become zeros: these processors' products take them for such. */
+ * but for numbers below 2^-126, which become zeros, as these processors' products take them for such, and for e4m3 with scales from 2^120 on. */
 
 #if defined(__x86_64__) && defined(__GNUC__)
 #pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,fma,f16c")
@@ -29,18 +29,10 @@ INLINE __m512i words_of(const uint8_t *place) { return _mm512_cvtepu8_epi16(_mm2
 
 INLINE __m256i bytes_at(const uint8_t *place) { return _mm256_loadu_si256((const __m256i *)place); }
 
-INLINE __m256 eight_float16(const uint8_t *place) { return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)place)); }
-
-INLINE float float16_of(const uint8_t *place)
-{
-    uint16_t bits;
-    memcpy(&bits, place, 2);
-    return _cvtsh_ss(bits);
-}
-
 /* ---- groups ---- */
 
-/* Two values in a byte: the words that they are in the lowest bits of, with others above bit 4, which `table` repeats for. */
+/* 32 values, two in a byte. A word's lowest five bits are what is looked up: as `table` has its 16 numbers twice, the fifth one,
+ * which is another value's, does not matter. */
 INLINE void put_nibbles(const uint8_t *values, __m512i table, uint16_t *out)
 {
     const __m512i bytes = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)values));
@@ -54,7 +46,7 @@ INLINE __m512 floats_of(const uint8_t *values, int kind)
     return _mm512_cvtepi32_ps(kind == VALUES_INT8 ? _mm512_cvtepi8_epi32(bytes) : _mm512_cvtepu8_epi32(bytes));
 }
 
-/* 32 numbers in e4m3, less 2^8, as float16 has them: all but the two that are none. */
+/* 32 numbers in e4m3, each times 2^-8, in float16, where they have the same bits of exponent and mantissa. */
 INLINE __m512i float16_of_float8(const uint8_t *values)
 {
     const __m512i bytes = words_of(values), magnitude = _mm512_set1_epi16(0x7f);
@@ -74,13 +66,13 @@ INLINE void put_group(const uint8_t *values, int kind, __m512 scales, __m512 zer
             put_nibbles(values + i / 2, table, out + i);
         return;
     }
-    const __m512 larger = _mm512_mul_ps(scales, _mm512_set1_ps(256.0f));
+    const __m512 scales_times_256 = _mm512_mul_ps(scales, _mm512_set1_ps(256.0f));
     for (int64_t i = 0; i < count; i += AT_ONCE) {
         __m512 low, high;
         if (kind == VALUES_FLOAT8) {
             const __m512i small = float16_of_float8(values + i);
-            low = _mm512_mul_ps(_mm512_cvtph_ps(_mm512_castsi512_si256(small)), larger);
-            high = _mm512_mul_ps(_mm512_cvtph_ps(_mm512_extracti64x4_epi64(small, 1)), larger);
+            low = _mm512_mul_ps(_mm512_cvtph_ps(_mm512_castsi512_si256(small)), scales_times_256);
+            high = _mm512_mul_ps(_mm512_cvtph_ps(_mm512_extracti64x4_epi64(small, 1)), scales_times_256);
         } else {
             low = _mm512_mul_ps(_mm512_sub_ps(floats_of(values + i, kind), zeros), scales);
             high = _mm512_mul_ps(_mm512_sub_ps(floats_of(values + i + 16, kind), zeros), scales);
@@ -91,7 +83,7 @@ INLINE void put_group(const uint8_t *values, int kind, __m512 scales, __m512 zer
 
 #define GROUPS 8 /* whose scales and zeros are read at a time */
 
-/* As many of `GROUPS` numbers from `i` on as there are, `are` of NUMBERS_FLOAT32 and the others. */
+/* As many of `GROUPS` numbers from `i` on as `some` says; `are` is one of NUMBERS_FLOAT32 to NUMBERS_INT16. */
 INLINE __m256 numbers_at(int64_t address, int are, int64_t i, __mmask8 some)
 {
     const char *place = (const char *)address;
@@ -209,7 +201,7 @@ INLINE void put_q6_k(const uint8_t *held, uint16_t *out)
 {
     float scales[16] __attribute__((aligned(64)));
     const __m512 whole = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)(held + 192))));
-    _mm512_store_ps(scales, _mm512_mul_ps(whole, _mm512_set1_ps(float16_of(held + 208))));
+    _mm512_store_ps(scales, _mm512_mul_ps(whole, _mm512_set1_ps(float16_at(held + 208))));
     const __m256i nibble = _mm256_set1_epi8(15), above = _mm256_set1_epi8(48);
     for (int half = 0; half < 2; half++, held += 64, out += 128) {
         const __m256i one = bytes_at(held), two = bytes_at(held + 32);
@@ -249,7 +241,7 @@ INLINE void put_block_of_32(const uint8_t *held, int form, uint16_t *out)
 
 INLINE void put_blocks(const uint8_t *held, int form, int64_t count, uint16_t *out)
 {
-    const int inputs = form >= BLOCKS_Q4_K ? 256 : 32;
+    const int inputs = inputs_of_block(form);
     for (int64_t i = 0; i < count; i += inputs, held += bytes_of_block(form), out += inputs)
         switch (form) {
         case BLOCKS_Q4_K: put_q4_k(held, out); break;
@@ -262,7 +254,7 @@ INLINE void put_blocks(const uint8_t *held, int form, int64_t count, uint16_t *o
 INLINE void put_rows(const Quantised *matrix, int kind, int64_t r, int64_t rows, int64_t first, int64_t count, uint16_t *out,
                      int64_t stride)
 {
-    const int form = kind - BLOCKS, of_block = form >= BLOCKS_Q4_K ? 256 : 32;
+    const int form = kind - BLOCKS, of_block = inputs_of_block(form);
     const int64_t size = matrix->group_size, group = kind >= BLOCKS ? 0 : (uint32_t)first / (uint32_t)size;
     for (; rows > 0; rows--, r++, out += stride)
         if (kind >= BLOCKS)

@@ -145,7 +145,7 @@ static void part(const Attention *call, int64_t kv_head, int64_t rows, int64_t s
     SplitRows these = {call, work, work->rows, rows, base, start, (stop + TILE - 1) / TILE * TILE, work->q, out};
     float turned[SIDE * MAX_DIM / 2] __attribute__((aligned(64)));
     if (rows <= SIDE)
-        amx_turn((const uint16_t *)work->q, dim, rows, words, turned);
+        amx_turn((const uint16_t *)work->q, dim, rows, words, SIDE, turned);
     for (int64_t first = start; first < stop; first += TILE) {
         const int64_t hidden = work->rows[0].start - base - first, count = stop - first; /* keys before and behind no row sees */
         const uint16_t *k = (const uint16_t *)call->k + kv_head * call->k_head + place_of(call, base + first, call->k_block, call->k_row);
@@ -157,9 +157,9 @@ static void part(const Attention *call, int64_t kv_head, int64_t rows, int64_t s
                 fetch(k + key * call->k_row, call->k_row, SIDE, words);
                 float *keys = work->keys + (first + key) * words;
                 if (count - key >= SIDE)
-                    amx_turn(k + key * call->k_row, call->k_row, SIDE, words, keys);
+                    amx_turn(k + key * call->k_row, call->k_row, SIDE, words, SIDE, keys);
                 else
-                    amx_turn(k + key * call->k_row, call->k_row, count - key, words, keys);
+                    amx_turn(k + key * call->k_row, call->k_row, count - key, words, SIDE, keys);
             }
         for (int64_t key = 0; key < TILE; key += PAIRED) {
             fetch(v + key * call->v_row, call->v_row, PAIRED, words);
@@ -187,9 +187,11 @@ static void part(const Attention *call, int64_t kv_head, int64_t rows, int64_t s
     }
 }
 
+AMX void begin(void) { amx_begin(SIDE); }
+
 const AttentionKernels attention_amx_bfloat16 = {
     .row_block = 256, .sizes = {.keys = SPLIT / 2, .values = SPLIT / 2, .scores = TOGETHER * SCORES_STRIDE},
-    .begin = amx_begin, .end = amx_end, .prepare = prepare, .part = part, .merge = merge, .finish = finish,
+    .begin = begin, .end = amx_end, .prepare = prepare, .part = part, .merge = merge, .finish = finish,
 };
 
 #endif

@@ -125,12 +125,15 @@ typedef struct {
 /* Points `input` to its memory in `room`; returns the bytes it takes, also where `room` is NULL. */
 static int64_t carve(Input *input, char *room, int64_t n, int64_t inputs, const Weights *w, int is_bf16, int level, int threads)
 {
-    *input = (Input){.n = n, .inputs = inputs, .spare_size = w->held ? OUTPUTS * (inputs + PAIRED) : 0};
+    *input = (Input){.n = n, .inputs = inputs, .spare_size = w->held ? OUTPUTS * inputs : 0};
     int64_t laid_out = 0;
 #ifdef HAS_AMX
     if (is_bf16 && level >= LEVEL_AMX && triforce_cpu_level() >= LEVEL_AMX && inputs % 2 == 0) {
         const int64_t whole = (inputs + PAIRED - 1) / PAIRED * PAIRED;
-        input->spare_size = !w->held && whole == inputs && w->outputs % SIDE == 0 ? 0 : AMX_OUTPUTS * whole;
+        if (w->held) /* in numbers of two bytes, as the others */
+            input->spare_size = n <= AMX_OUTPUTS ? 0 : (n + AMX_OUTPUTS - 1) / AMX_OUTPUTS * AMX_OUTPUTS * AMX_OUTPUTS * 2;
+        else
+            input->spare_size = whole == inputs && w->outputs % SIDE == 0 ? 0 : AMX_OUTPUTS * whole;
         laid_out = amx_laid_out(n, inputs);
     }
 #endif
@@ -161,7 +164,7 @@ INLINE void part(const Input *input, const Weights *w, const void *bias, void *o
     bf16 *spare = input->spare + omp_get_thread_num() * input->spare_size;
 #ifdef HAS_AMX
     if (input->laid_out) {
-        amx_begin();
+        amx_begin(amx_width(input->n));
         amx_linear_part(input->laid_out, w, bias, out, input->n, input->inputs, stride, first, stop, spare);
         amx_end();
         return;
@@ -344,7 +347,7 @@ int triforce_linear(const void *x, int64_t stride, const void *norm, float eps, 
                     int level, int threads)
 {
     return is_bf16 ? linear(x, stride, norm, eps, w, held, bias, out, adds, n, inputs, outputs, 1, level, threads)
-                   : linear(x, stride, norm, eps, w, NULL, bias, out, adds, n, inputs, outputs, 0, level, threads);
+                   : linear(x, stride, norm, eps, w, held, bias, out, adds, n, inputs, outputs, 0, level, threads);
 }
 
 int triforce_gated_mlp(const void *x, int64_t stride, const void *norm, float eps, const void *gate_up, const void *down,

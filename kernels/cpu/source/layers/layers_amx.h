@@ -5,25 +5,31 @@
 
 #define AMX_OUTPUTS (2 * SIDE) /* rows of a matrix, and of the input, that are multiplied together */
 
+/* Rows in a tile: where there are fewer than 16, tiles of so many are loaded in less time. */
+INLINE int amx_width(int64_t n) { return n < SIDE ? (int)n : SIDE; }
+
 /* Bytes of `n` rows that are laid out for `amx_linear_part`. */
 static int64_t amx_laid_out(int64_t n, int64_t inputs)
 {
     return (n + AMX_OUTPUTS - 1) / AMX_OUTPUTS * AMX_OUTPUTS * ((inputs + PAIRED - 1) / PAIRED * PAIRED) * 2;
 }
 
-/* Lays `n` rows out: [n / 16][inputs / 32][16 words][16 rows]. */
+/* Lays `n` rows out: [n / width][inputs / 32][16 words][width]. */
 AMX void amx_lay_out(const bf16 *x, int64_t n, int64_t inputs, float *rows)
 {
-    const int64_t words = inputs / 2, size = (words + SIDE - 1) / SIDE * TILE_WORDS;
+    const int width = amx_width(n);
+    const int64_t words = inputs / 2, size = (words + SIDE - 1) / SIDE * SIDE * width;
     for (int64_t r = 0; r < n; r += SIDE, rows += size)
-        amx_turn(x + r * inputs, inputs, n - r, words, rows);
+        amx_turn(x + r * inputs, inputs, n - r, words, width, rows);
 }
 
-/* 32 outputs, or 16, of 32 rows, or 16: `sums` [32 outputs][32 rows]. `w` are the matrix' rows, `stride` numbers apart. */
+/* 32 outputs, or 16, of 32 rows, or of `width` up to 16: `sums` [32 outputs][32 rows]. `w` are the matrix' rows, `stride` numbers
+ * apart. */
 AMX_INLINE void amx_products(
-    const int outputs, const int rows, const bf16 *w, int64_t stride, const float *x, int64_t tiles, float *sums, const bf16 *next,
-    int64_t next_stride)
+    const int outputs, const int rows, const bf16 *w, int64_t stride, const float *x, int width, int64_t tiles, float *sums,
+    const bf16 *next, int64_t next_stride)
 {
+    const int64_t tile_words = SIDE * width;
     AMX_WRITTEN;
     _tile_zero(0);
     _tile_zero(1);
@@ -35,10 +41,10 @@ AMX_INLINE void amx_products(
             for (int i = 0; i < AMX_OUTPUTS; i++)
                 __builtin_prefetch(next + i * next_stride + tile * PAIRED, 0, 2);
         _tile_loadd(4, w + tile * PAIRED, stride * 2);
-        _tile_loadd(6, x + tile * TILE_WORDS, 64);
+        _tile_loadd(6, x + tile * tile_words, width * 4);
         _tile_dpbf16ps(0, 4, 6);
         if (rows > SIDE) {
-            _tile_loadd(7, x + (tiles + tile) * TILE_WORDS, 64);
+            _tile_loadd(7, x + (tiles + tile) * tile_words, width * 4);
             _tile_dpbf16ps(1, 4, 7);
         }
         if (outputs > SIDE) {
@@ -72,11 +78,14 @@ AMX_INLINE void amx_make_numbers(const Quantised *held, int64_t r, int64_t start
 
 /* `amx_products` with 32 outputs from `first` on of a matrix that is held in few bits: 16 outputs' numbers are made while those
  * made before are multiplied, which keeps both units of the processor at work. */
-AMX_INLINE void amx_held_products(const int rows, const Quantised *held, int64_t first, const float *x, int64_t tiles, float *sums)
+AMX_INLINE void amx_held_products(
+    const int rows, const Quantised *held, int64_t first, const float *x, int width, int64_t tiles, float *sums)
 {
     bf16 numbers[2][SIDE * HELD_STRIDE] __attribute__((aligned(64)));
-    int64_t fetched = (int64_t)row_of(held, first + AMX_OUTPUTS), step = AMX_OUTPUTS * SIDE * held->row_bytes / held->inputs;
-    const int64_t end = (int64_t)row_of(held, held->outputs);
+    const int64_t tile_words = SIDE * width;
+    /* The next 32 outputs are prefetched, some of their bytes in each turn. */
+    const int64_t end = (int64_t)row_of(held, held->outputs), of_turn = AMX_OUTPUTS * SIDE * held->row_bytes / held->inputs;
+    int64_t fetched = (int64_t)row_of(held, first + AMX_OUTPUTS);
     const int64_t parts = (held->inputs + HELD_INPUTS - 1) / HELD_INPUTS * 2, of_part = HELD_INPUTS / PAIRED;
     _tile_zero(0);
     _tile_zero(1);
@@ -86,7 +95,7 @@ AMX_INLINE void amx_held_products(const int rows, const Quantised *held, int64_t
         const int64_t r = first + made % 2 * SIDE, start = made / 2 * HELD_INPUTS;
         const bf16 *before = numbers[(made + 1) % 2];
         for (int64_t i = 0; i < of_part; i++) {
-            for (int64_t stop = fetched + step; fetched < stop && fetched < end; fetched += 64)
+            for (int64_t stop = fetched + of_turn; fetched < stop && fetched < end; fetched += 64)
                 __builtin_prefetch((const char *)fetched, 0, 2);
             if (made < parts)
                 amx_make_numbers(held, r + i * 2, start, numbers[made % 2] + i * 2 * HELD_STRIDE);
@@ -95,9 +104,9 @@ AMX_INLINE void amx_held_products(const int rows, const Quantised *held, int64_t
                 continue;
             AMX_WRITTEN;
             _tile_loadd(4, before + i * PAIRED, HELD_STRIDE * 2);
-            _tile_loadd(6, x + tile * TILE_WORDS, 64);
+            _tile_loadd(6, x + tile * tile_words, width * 4);
             if (rows > SIDE)
-                _tile_loadd(7, x + (tiles + tile) * TILE_WORDS, 64);
+                _tile_loadd(7, x + (tiles + tile) * tile_words, width * 4);
             if (made % 2) {
                 _tile_dpbf16ps(0, 4, 6);
                 if (rows > SIDE)
@@ -115,12 +124,52 @@ AMX_INLINE void amx_held_products(const int rows, const Quantised *held, int64_t
     _tile_stored(3, sums + SIDE * AMX_OUTPUTS + SIDE, AMX_OUTPUTS * 4);
 }
 
-/* `linear_part` for rows that are laid out. Memory for `spare`: AMX_OUTPUTS rows of `inputs`, rounded up to whole tiles. */
+/* The same with any number `n` of rows, of which each 32 have `sums` [32 outputs][32 rows]. */
+AMX void amx_held_sums(const Quantised *held, int64_t first, const float *x, int64_t n, int64_t tiles, float *sums)
+{
+    bf16 numbers[AMX_OUTPUTS * HELD_STRIDE] __attribute__((aligned(64)));
+    const int64_t of_start = HELD_INPUTS / PAIRED, stride = AMX_OUTPUTS * 4;
+    memset(sums, 0, (n + AMX_OUTPUTS - 1) / AMX_OUTPUTS * AMX_OUTPUTS * stride);
+    for (int64_t start = 0; start < held->inputs; start += HELD_INPUTS) {
+        for (int64_t o = 0; o < AMX_OUTPUTS; o += 2)
+            amx_make_numbers(held, first + o, start, numbers + o * HELD_STRIDE);
+        AMX_WRITTEN;
+        for (int64_t r0 = 0; r0 < n; r0 += AMX_OUTPUTS) {
+            float *here = sums + r0 * AMX_OUTPUTS, *after = here + SIDE * AMX_OUTPUTS;
+            const float *some = x + r0 / SIDE * tiles * TILE_WORDS;
+            const int is_wide = n - r0 > SIDE;
+            _tile_loadd(0, here, stride);
+            _tile_loadd(1, here + SIDE, stride);
+            _tile_loadd(2, after, stride);
+            _tile_loadd(3, after + SIDE, stride);
+            for (int64_t i = 0, tile = start / PAIRED; i < of_start && tile < tiles; i++, tile++) {
+                _tile_loadd(4, numbers + i * PAIRED, HELD_STRIDE * 2);
+                _tile_loadd(5, numbers + SIDE * HELD_STRIDE + i * PAIRED, HELD_STRIDE * 2);
+                _tile_loadd(6, some + tile * TILE_WORDS, 64);
+                _tile_dpbf16ps(0, 4, 6);
+                _tile_dpbf16ps(2, 5, 6);
+                if (is_wide) {
+                    _tile_loadd(7, some + (tiles + tile) * TILE_WORDS, 64);
+                    _tile_dpbf16ps(1, 4, 7);
+                    _tile_dpbf16ps(3, 5, 7);
+                }
+            }
+            _tile_stored(0, here, stride);
+            _tile_stored(1, here + SIDE, stride);
+            _tile_stored(2, after, stride);
+            _tile_stored(3, after + SIDE, stride);
+        }
+    }
+}
+
+/* `linear_part` for rows that are laid out. Memory for `spare`: AMX_OUTPUTS rows of `inputs`, rounded up to whole tiles; where the
+ * matrix is held in few bits, sums of AMX_OUTPUTS outputs with all rows, rounded up to as many. */
 AMX void amx_linear_part(
     const float *x, const Weights *w, const bf16 *bias, bf16 *out, int64_t n, int64_t inputs, int64_t out_stride, int64_t first,
     int64_t stop, bf16 *spare)
 {
     const int64_t tiles = (inputs + PAIRED - 1) / PAIRED, whole = tiles * PAIRED;
+    const int width = amx_width(n);
     float sums[AMX_OUTPUTS * AMX_OUTPUTS] __attribute__((aligned(64)));
     for (int64_t o = first; o < stop; o += AMX_OUTPUTS) {
         const int64_t count = stop - o < AMX_OUTPUTS ? stop - o : AMX_OUTPUTS;
@@ -131,12 +180,7 @@ AMX void amx_linear_part(
          * last row nothing is read. */
         if (w->held && n > AMX_OUTPUTS) {
             fetch_held(w->held, o + AMX_OUTPUTS, AMX_OUTPUTS);
-            for (int64_t i = 0; i < count; i++) {
-                triforce_expand_part(w->held, o + i, 0, inputs, spare + i * whole, 1, LEVEL_AMX);
-                memset(spare + i * whole + inputs, 0, (whole - inputs) * 2);
-            }
-            matrix = spare;
-            stride = whole;
+            amx_held_sums(w->held, o, x, n, tiles, (float *)(void *)spare);
         } else if (!w->held && (count % SIDE || (w->outputs - o - count) * inputs < whole - inputs)) {
             for (int64_t i = 0; i < count; i++) {
                 memcpy(spare + i * whole, matrix + i * inputs, inputs * 2);
@@ -147,20 +191,21 @@ AMX void amx_linear_part(
         }
         for (int64_t r0 = 0; r0 < n; r0 += AMX_OUTPUTS) {
             const int64_t rows = n - r0 < AMX_OUTPUTS ? n - r0 : AMX_OUTPUTS;
-            const float *input = x + r0 / SIDE * tiles * TILE_WORDS;
-            if (w->held && n <= AMX_OUTPUTS) {
-                if (rows > SIDE)
-                    amx_held_products(2 * SIDE, w->held, o, input, tiles, sums);
-                else
-                    amx_held_products(SIDE, w->held, o, input, tiles, sums);
-            } else if (count > SIDE && rows > SIDE)
-                amx_products(2 * SIDE, 2 * SIDE, matrix, stride, input, tiles, sums, r0 ? NULL : next, inputs);
+            const float *input = x + r0 / SIDE * tiles * SIDE * width;
+            if (w->held && n > AMX_OUTPUTS)
+                memcpy(sums, (float *)(void *)spare + r0 * AMX_OUTPUTS, sizeof sums);
+            else if (w->held && rows > SIDE)
+                amx_held_products(2 * SIDE, w->held, o, input, width, tiles, sums);
+            else if (w->held)
+                amx_held_products(SIDE, w->held, o, input, width, tiles, sums);
+            else if (count > SIDE && rows > SIDE)
+                amx_products(2 * SIDE, 2 * SIDE, matrix, stride, input, width, tiles, sums, r0 ? NULL : next, inputs);
             else if (count > SIDE)
-                amx_products(2 * SIDE, SIDE, matrix, stride, input, tiles, sums, r0 ? NULL : next, inputs);
+                amx_products(2 * SIDE, SIDE, matrix, stride, input, width, tiles, sums, r0 ? NULL : next, inputs);
             else if (rows > SIDE)
-                amx_products(SIDE, 2 * SIDE, matrix, stride, input, tiles, sums, r0 ? NULL : next, inputs);
+                amx_products(SIDE, 2 * SIDE, matrix, stride, input, width, tiles, sums, r0 ? NULL : next, inputs);
             else
-                amx_products(SIDE, SIDE, matrix, stride, input, tiles, sums, r0 ? NULL : next, inputs);
+                amx_products(SIDE, SIDE, matrix, stride, input, width, tiles, sums, r0 ? NULL : next, inputs);
             for (int64_t a = 0; a < count; a += SIDE) {
                 const __mmask16 some = first16(count - a);
                 const __m512 added = bias ? load16(bias + o + a, some, 1) : _mm512_setzero_ps();
