@@ -200,7 +200,7 @@ def test_an_mlp_in_few_bits_is_that_with_the_numbers_to_the_last_bit(form, rows)
     gate_up = torch.cat([one.expand(torch.bfloat16) for one in (gate, up)])
     want = gated_mlp(x, norm, 1e-5, gate_up, down.expand(torch.bfloat16))
     found = quantised_mlp(x, (gate, up, down), norm, 1e-5)
-    assert torch.equal(found, want)
+    assert found is not None and torch.equal(found, want)
     assert quantised_mlp(x.float(), (gate, up, down), norm.float(), 1e-5) is None
     with pytest.raises(RuntimeError):
         quantised_linear(x, down)  # of other inputs
