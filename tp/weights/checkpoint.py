@@ -316,7 +316,7 @@ def _gguf_tensor(path: Path, offset: int, form: str, shape: list[int], heads: in
         try:
             with path.open("rb") as file:
                 file.seek(offset)
-                found = file.readinto(memoryview(stored.numpy()))
+                found = file.readinto(stored.numpy().data)
         except OSError as error:
             raise ModelError(f"{path} cannot be read: {error}") from error
         if found != num_bytes:
