@@ -15,6 +15,7 @@ from math import prod
 import torch
 from torch import Tensor
 
+from ..kernels.selection import on_cpu
 from .errors import CapacityError
 from .units import gib
 
@@ -73,7 +74,7 @@ def lasting_memory(shape: Sequence[int], dtype: torch.dtype, device: torch.devic
         CapacityError: the system does not give so much.
     """
     size = prod(shape) * dtype.itemsize
-    if device.type != "cpu" or size < _SMALL:
+    if not on_cpu(device) or size < _SMALL:
         return torch.empty(shape, dtype=dtype, device=device)
     huge = size >= HUGE_PAGE and hasattr(mmap, "MADV_HUGEPAGE")
     pages = new_pages(size + HUGE_PAGE if huge else size, huge=False)
