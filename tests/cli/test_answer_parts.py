@@ -199,9 +199,9 @@ def test_long_calls_take_time_by_their_length():
 )
 def test_what_a_model_repeats_takes_time_by_its_length(style, begin, more):
     for pieces in ([begin + more * 200_000], [begin, *[more * 20] * 10_000]):
-        began = time.perf_counter()
+        began = time.thread_time()  # what this thread computes: others may have the processor for seconds
         read(AnswerSyntax(False, CallForm(style), TOOLS), pieces)
-        assert time.perf_counter() - began < 5
+        assert time.thread_time() - began < 5
 
 
 @pytest.mark.parametrize(
