@@ -23,6 +23,32 @@ AMX void amx_lay_out(const bf16 *x, int64_t n, int64_t inputs, float *rows)
         amx_turn(x + r * inputs, inputs, n - r, words, width, rows);
 }
 
+/* Tiles 0 to 3 hold sums: of 16 outputs with 16 rows and the next 16 rows, and the same of the next 16 outputs; in memory they are
+ * `[32 outputs][32 rows]`. */
+AMX_INLINE void amx_zero_sums(void)
+{
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+}
+
+AMX_INLINE void amx_load_sums(const float *sums)
+{
+    _tile_loadd(0, sums, AMX_OUTPUTS * 4);
+    _tile_loadd(1, sums + SIDE, AMX_OUTPUTS * 4);
+    _tile_loadd(2, sums + SIDE * AMX_OUTPUTS, AMX_OUTPUTS * 4);
+    _tile_loadd(3, sums + SIDE * AMX_OUTPUTS + SIDE, AMX_OUTPUTS * 4);
+}
+
+AMX_INLINE void amx_store_sums(float *sums)
+{
+    _tile_stored(0, sums, AMX_OUTPUTS * 4);
+    _tile_stored(1, sums + SIDE, AMX_OUTPUTS * 4);
+    _tile_stored(2, sums + SIDE * AMX_OUTPUTS, AMX_OUTPUTS * 4);
+    _tile_stored(3, sums + SIDE * AMX_OUTPUTS + SIDE, AMX_OUTPUTS * 4);
+}
+
 /* 32 outputs, or 16, of 32 rows, or of `width` up to 16: `sums` [32 outputs][32 rows]. `w` are the matrix' rows, `stride` numbers
  * apart. */
 AMX_INLINE void amx_products(
@@ -31,10 +57,7 @@ AMX_INLINE void amx_products(
 {
     const int64_t tile_words = SIDE * width;
     AMX_WRITTEN;
-    _tile_zero(0);
-    _tile_zero(1);
-    _tile_zero(2);
-    _tile_zero(3);
+    amx_zero_sums();
     for (int64_t tile = 0; tile < tiles; tile++) {
         if (next)
 #pragma GCC unroll 32
@@ -54,10 +77,7 @@ AMX_INLINE void amx_products(
                 _tile_dpbf16ps(3, 5, 7);
         }
     }
-    _tile_stored(0, sums, AMX_OUTPUTS * 4);
-    _tile_stored(1, sums + SIDE, AMX_OUTPUTS * 4);
-    _tile_stored(2, sums + SIDE * AMX_OUTPUTS, AMX_OUTPUTS * 4);
-    _tile_stored(3, sums + SIDE * AMX_OUTPUTS + SIDE, AMX_OUTPUTS * 4);
+    amx_store_sums(sums);
 }
 
 #define HELD_INPUTS 256                     /* whose numbers are made at a time */
@@ -87,10 +107,7 @@ AMX_INLINE void amx_held_products(
     const int64_t end = (int64_t)row_of(held, held->outputs), of_turn = AMX_OUTPUTS * SIDE * held->row_bytes / held->inputs;
     int64_t fetched = (int64_t)row_of(held, first + AMX_OUTPUTS);
     const int64_t parts = (held->inputs + HELD_INPUTS - 1) / HELD_INPUTS * 2, of_part = HELD_INPUTS / PAIRED;
-    _tile_zero(0);
-    _tile_zero(1);
-    _tile_zero(2);
-    _tile_zero(3);
+    amx_zero_sums();
     for (int64_t made = 0; made <= parts; made++) {
         const int64_t r = first + made % 2 * SIDE, start = made / 2 * HELD_INPUTS;
         const bf16 *before = numbers[(made + 1) % 2];
@@ -118,30 +135,24 @@ AMX_INLINE void amx_held_products(
             }
         }
     }
-    _tile_stored(0, sums, AMX_OUTPUTS * 4);
-    _tile_stored(1, sums + SIDE, AMX_OUTPUTS * 4);
-    _tile_stored(2, sums + SIDE * AMX_OUTPUTS, AMX_OUTPUTS * 4);
-    _tile_stored(3, sums + SIDE * AMX_OUTPUTS + SIDE, AMX_OUTPUTS * 4);
+    amx_store_sums(sums);
 }
 
 /* The same with any number `n` of rows, of which each 32 have `sums` [32 outputs][32 rows]. */
 AMX void amx_held_sums(const Quantised *held, int64_t first, const float *x, int64_t n, int64_t tiles, float *sums)
 {
     bf16 numbers[AMX_OUTPUTS * HELD_STRIDE] __attribute__((aligned(64)));
-    const int64_t of_start = HELD_INPUTS / PAIRED, stride = AMX_OUTPUTS * 4;
-    memset(sums, 0, (n + AMX_OUTPUTS - 1) / AMX_OUTPUTS * AMX_OUTPUTS * stride);
+    const int64_t of_start = HELD_INPUTS / PAIRED;
+    memset(sums, 0, (n + AMX_OUTPUTS - 1) / AMX_OUTPUTS * AMX_OUTPUTS * AMX_OUTPUTS * 4);
     for (int64_t start = 0; start < held->inputs; start += HELD_INPUTS) {
         for (int64_t o = 0; o < AMX_OUTPUTS; o += 2)
             amx_make_numbers(held, first + o, start, numbers + o * HELD_STRIDE);
         AMX_WRITTEN;
         for (int64_t r0 = 0; r0 < n; r0 += AMX_OUTPUTS) {
-            float *here = sums + r0 * AMX_OUTPUTS, *after = here + SIDE * AMX_OUTPUTS;
+            float *here = sums + r0 * AMX_OUTPUTS;
             const float *some = x + r0 / SIDE * tiles * TILE_WORDS;
             const int is_wide = n - r0 > SIDE;
-            _tile_loadd(0, here, stride);
-            _tile_loadd(1, here + SIDE, stride);
-            _tile_loadd(2, after, stride);
-            _tile_loadd(3, after + SIDE, stride);
+            amx_load_sums(here);
             for (int64_t i = 0, tile = start / PAIRED; i < of_start && tile < tiles; i++, tile++) {
                 _tile_loadd(4, numbers + i * PAIRED, HELD_STRIDE * 2);
                 _tile_loadd(5, numbers + SIDE * HELD_STRIDE + i * PAIRED, HELD_STRIDE * 2);
@@ -154,10 +165,7 @@ AMX void amx_held_sums(const Quantised *held, int64_t first, const float *x, int
                     _tile_dpbf16ps(3, 5, 7);
                 }
             }
-            _tile_stored(0, here, stride);
-            _tile_stored(1, here + SIDE, stride);
-            _tile_stored(2, after, stride);
-            _tile_stored(3, after + SIDE, stride);
+            amx_store_sums(here);
         }
     }
 }
