@@ -295,9 +295,8 @@ class GatedMlp:
         if len(self.gate_up.parts) == len(self.down.parts) == 1 and isinstance(parts[0], QuantisedMatrix):
             width = parts[0].shape[0] // 2
             parts = parts[0].outputs(slice(width)), parts[0].outputs(slice(width, None)), parts[1]
-        if len(parts) != 3 or not all(isinstance(part, QuantisedMatrix) for part in parts):
-            return ()
-        return tuple(part for part in parts if isinstance(part, QuantisedMatrix))
+        found = tuple(part for part in parts if isinstance(part, QuantisedMatrix))
+        return found if len(found) == len(parts) == 3 else ()
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,13 @@ INLINE uint16_t bfloat16_of(float x)
     return (uint16_t)((bits & 0x7fffffff) > 0x7f800000 ? 0x7fc0 : (bits + 0x7fff + (bits >> 16 & 1)) >> 16);
 }
 
+INLINE float float_of_bits(uint32_t bits)
+{
+    float number;
+    memcpy(&number, &bits, 4);
+    return number;
+}
+
 #if defined(_WIN32)
 #define EXPORT __declspec(dllexport)
 #else

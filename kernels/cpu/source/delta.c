@@ -22,12 +22,7 @@ VEC __m256 load_some(const void *p, int64_t at, int is_bf16)
 
 INLINE float load_one(const void *p, int64_t at, int is_bf16)
 {
-    if (!is_bf16)
-        return ((const float *)p)[at];
-    const uint32_t bits = (uint32_t)((const uint16_t *)p)[at] << 16;
-    float x;
-    memcpy(&x, &bits, 4);
-    return x;
+    return is_bf16 ? float_of_bits((uint32_t)((const uint16_t *)p)[at] << 16) : ((const float *)p)[at];
 }
 
 INLINE float rounded_one(float x, int is_bf16)

@@ -29,10 +29,7 @@ INLINE float float8_of(uint8_t byte)
         bits = (magnitude << 20) + 0x3c000000;
     if (magnitude == 127)
         bits = 0x7fc00000;
-    bits |= (uint32_t)(byte & 128) << 24;
-    float number;
-    memcpy(&number, &bits, 4);
-    return number;
+    return float_of_bits(bits | (uint32_t)(byte & 128) << 24);
 }
 
 INLINE float value_of(const uint8_t *values, int kind, int64_t i)

@@ -20,29 +20,19 @@ INLINE float float16_at(const uint8_t *place)
     memcpy(&bits, &small, 4);
     if (magnitude >= 0x400)
         bits = (magnitude << 13) + (magnitude >= 0x7c00 ? 0x70000000 : 0x38000000);
-    bits |= sign;
-    float number;
-    memcpy(&number, &bits, 4);
-    return number;
+    return float_of_bits(bits | sign);
 }
 
 /* The scale, and the zero, of a group of row `r`. */
 INLINE float scale_of(const Quantised *matrix, int64_t r, int64_t group)
 {
-    const char *scales = (const char *)matrix->scales;
+    const void *scales = (const void *)matrix->scales;
     const int64_t i = r * matrix->groups + group;
-    if (matrix->scales_are == NUMBERS_FLOAT32) {
-        float scale;
-        memcpy(&scale, scales + i * 4, 4);
-        return scale;
+    switch (matrix->scales_are) {
+    case NUMBERS_FLOAT32: return ((const float *)scales)[i];
+    case NUMBERS_FLOAT16: return float16_at((const uint8_t *)scales + i * 2);
+    default: return float_of_bits((uint32_t)((const uint16_t *)scales)[i] << 16);
     }
-    if (matrix->scales_are == NUMBERS_FLOAT16)
-        return float16_at((const uint8_t *)scales + i * 2);
-    uint32_t bits = 0;
-    memcpy((char *)&bits + 2, scales + i * 2, 2);
-    float scale;
-    memcpy(&scale, &bits, 4);
-    return scale;
 }
 
 INLINE float zero_of(const Quantised *matrix, int64_t r, int64_t group)

@@ -1,6 +1,7 @@
 /* Numbers of quantised matrices in bfloat16, 32 at a time, with AVX-512 BF16: where a value has four or five bits, the numbers
  * it may stand for are made once for all inputs with the same scale, and looked up. They are those of quantised.c and blocks.c,
- * but for numbers below 2^-126, which become zeros, as these processors' products take them for such, and for e4m3 with scales from 2^120 on. */
+ * but for numbers below 2^-126, which become zeros, as these processors' products take them for such, and for e4m3 with scales
+ * from 2^120 on. */
 
 #if defined(__x86_64__) && defined(__GNUC__)
 #pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,fma,f16c")
@@ -141,9 +142,9 @@ INLINE __m512 scales_and_least(const uint8_t *held)
 }
 
 /* `scale * numbers - least`, each step rounded. */
-INLINE __m512 above_least(__m512 numbers, float scale, float least)
+INLINE __m512 above_least(__m512 numbers, __m512 scale, __m512 least)
 {
-    return _mm512_sub_ps(_mm512_mul_ps(numbers, _mm512_set1_ps(scale)), _mm512_set1_ps(least));
+    return _mm512_sub_ps(_mm512_mul_ps(numbers, scale), least);
 }
 
 INLINE void put_q4_k(const uint8_t *held, uint16_t *out)
@@ -153,8 +154,8 @@ INLINE void put_q4_k(const uint8_t *held, uint16_t *out)
     const __m512 values = counting();
     const __m512i upper = _mm512_set1_epi16(16);
     for (int part = 0; part < 8; part += 2) {
-        const __m512 even = above_least(values, both[part], both[8 + part]);
-        const __m512 odd = above_least(values, both[part + 1], both[9 + part]);
+        const __m512 even = above_least(values, _mm512_set1_ps(both[part]), _mm512_set1_ps(both[8 + part]));
+        const __m512 odd = above_least(values, _mm512_set1_ps(both[part + 1]), _mm512_set1_ps(both[9 + part]));
         const __m512i table = rounded_pair(odd, even), words = words_of(held + 16 + part * 16);
         _mm512_storeu_si512(out + part * 32, _mm512_permutexvar_epi16(_mm512_or_si512(words, upper), table));
         _mm512_storeu_si512(out + part * 32 + 32, _mm512_permutexvar_epi16(_mm512_srli_epi16(words, 4), table));
@@ -165,11 +166,8 @@ INLINE void put_q4_k(const uint8_t *held, uint16_t *out)
 INLINE void put_fives(__m512i words, __m512 scale, int zero, const __m512 *least, uint16_t *out)
 {
     const __m512 low = _mm512_sub_ps(counting(), _mm512_set1_ps((float)zero)), high = _mm512_add_ps(low, _mm512_set1_ps(16.0f));
-    __m512 a = _mm512_mul_ps(low, scale), b = _mm512_mul_ps(high, scale);
-    if (least) {
-        a = _mm512_sub_ps(a, *least);
-        b = _mm512_sub_ps(b, *least);
-    }
+    const __m512 a = least ? above_least(low, scale, *least) : _mm512_mul_ps(low, scale);
+    const __m512 b = least ? above_least(high, scale, *least) : _mm512_mul_ps(high, scale);
     _mm512_storeu_si512(out, _mm512_permutexvar_epi16(words, rounded_pair(a, b)));
 }
 

@@ -26,13 +26,7 @@
 
 typedef uint16_t bf16;
 
-INLINE float widened(bf16 x)
-{
-    uint32_t bits = (uint32_t)x << 16;
-    float wide;
-    memcpy(&wide, &bits, 4);
-    return wide;
-}
+INLINE float widened(bf16 x) { return float_of_bits((uint32_t)x << 16); }
 
 INLINE bf16 rounded(float x)
 {
