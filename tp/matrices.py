@@ -35,6 +35,7 @@ from .model.config import ModelConfig
 from .model.families import Experts
 from .model.linear_attention import LinearAttention
 from .model.quantisation import Quantisation, StoredTensors, joined_inputs, part_of
+from .pages import lasting_memory
 from .parallel.ranks import ALONE
 from .parallel.split import Split
 
@@ -70,7 +71,7 @@ class Projection:
                 raise ModelError(f"{name} is stored in few bits, which is not supported outside a model's layers")
             shape, columns = (self.outputs, self.inputs), self.columns or (None,)
             parts = [source.read(f"{name}.weight", *shape, rows=self.rows, columns=some) for some in columns]
-            return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+            return _joined(parts, dim=1)
         return self._in_few_bits(source, name, quantisation)
 
     def _in_few_bits(self, source: WeightSource, name: str, quantisation: Quantisation) -> QuantisedMatrix:
@@ -682,5 +683,11 @@ def _stacked(weights: list[Weight]) -> QuantisedMatrix | None:
     return found[0] if len(found) == 1 else None
 
 
-def _joined(tensors: list[Tensor]) -> Tensor:
-    return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
+def _joined(tensors: list[Tensor], dim: int = 0) -> Tensor:
+    """All of them in memory that lasts."""
+    first = tensors[0]
+    if len(tensors) == 1:
+        return first
+    shape = list(first.shape)
+    shape[dim] = sum(tensor.shape[dim] for tensor in tensors)
+    return torch.cat(tensors, dim, out=lasting_memory(shape, first.dtype, first.device))

@@ -82,3 +82,11 @@ def lasting_memory(shape: Sequence[int], dtype: torch.dtype, device: torch.devic
     if huge:
         _ask_for_huge_pages(pages, first, size // HUGE_PAGE * HUGE_PAGE)  # not for one that would end behind it
     return torch.frombuffer(pages, dtype=torch.uint8, count=size, offset=first).view(dtype).view(*shape)
+
+
+def lasting(tensor: Tensor, device: torch.device | None = None, dtype: torch.dtype | None = None) -> Tensor:
+    """A contiguous copy in `lasting_memory`, on another device or in another `dtype` if these are given."""
+    device, dtype = device or tensor.device, dtype or tensor.dtype
+    if on_cpu(device):
+        return lasting_memory(tensor.shape, dtype, device).copy_(tensor)
+    return tensor.to(device, dtype, copy=True, memory_format=torch.contiguous_format)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, ClassVar, Protocol
 
@@ -26,6 +26,7 @@ from ...kernels.quantised import (
     grouped_of_blocks,
 )
 from ..errors import ModelError
+from ..pages import lasting
 
 SUPPORTED = (
     "weights in float32, bfloat16 and float16; GPTQ with 4 or 8 bits; AWQ (gemm); FP8 (e4m3); compressed-tensors "
@@ -112,7 +113,10 @@ class Gguf(Quantisation):
             raise ModelError(f"{name} has {inputs:,} inputs, but in {form} they are multiples of {in_block}")
         row_bytes = inputs // in_block * num_bytes
         blocks = source.stored(f"{name}.weight", outputs, row_bytes, dtypes=(torch.uint8,))
-        return BlockMatrix(blocks, form) if form in BLOCK_FORMS else grouped_of_blocks(blocks, form)
+        if form in BLOCK_FORMS:
+            return BlockMatrix(blocks, form)
+        found = grouped_of_blocks(blocks, form)
+        return replace(found, values=lasting(found.values))
 
     @cached_property
     def _form_of(self) -> dict[str, str]:
@@ -177,8 +181,11 @@ class GroupedQuantisation(Quantisation):
     def _matrix(
         self, values: Tensor, scales: Tensor, zeros: Tensor | int = 0, group_of: Tensor | None = None
     ) -> GroupedMatrix:
-        """Args: `group_of` is the group of each input where that is stored."""
-        inputs, groups = values.shape[1] * 8 // self.bits, scales.shape[1]
+        """Args:
+        values: what is held of an output may have several dimensions.
+        group_of: the group of each input where that is stored.
+        """
+        inputs, groups = values[0].numel() * 8 // self.bits, scales.shape[1]
         if scales.dtype == torch.float32 and self.scale_bytes == 2 and torch.equal(scales.half().float(), scales):
             scales = scales.half()
         neighbours = torch.arange(inputs, device=values.device) // (self.group_size or inputs)
@@ -187,7 +194,8 @@ class GroupedQuantisation(Quantisation):
         if isinstance(zeros, Tensor):
             first = int(zeros.flatten()[0])
             zeros = first if bool((zeros == first).all()) else zeros.contiguous()
-        return GroupedMatrix(values.contiguous(), scales.contiguous(), zeros, self.bits, group_of)
+        values = values if values.is_contiguous() else lasting(values)
+        return GroupedMatrix(values.flatten(1), scales.contiguous(), zeros, self.bits, group_of)
 
     def _group_of(self, source: StoredTensors, name: str, inputs: int) -> Tensor | None:
         """The group of each input, from the tensor of this name if there is one."""
@@ -221,7 +229,7 @@ class Gptq(GroupedQuantisation):
         words = source.stored(f"{name}.qweight", inputs // fields, outputs, dtypes=_INT32)
         zeros = source.stored(f"{name}.qzeros", groups, outputs // fields, dtypes=_INT32)
         scales = source.stored(f"{name}.scales", groups, outputs, dtypes=_SCALES)
-        values = words.view(torch.uint8).view(-1, outputs, 4).transpose(0, 1).reshape(outputs, -1)
+        values = words.view(torch.uint8).view(-1, outputs, 4).transpose(0, 1)
         zeros = _fields(zeros, self.bits).T.to(torch.int16) + self.zeros_less_one
         zeros = zeros if self.bits == 8 and zeros.max() > 255 else zeros.to(torch.uint8)
         return self._matrix(values, scales.T, zeros, self._group_of(source, f"{name}.g_idx", inputs))
@@ -329,7 +337,7 @@ def part_of(matrix: QuantisedMatrix, rows: slice | None, columns: slice | None) 
             raise ModelError(f"inputs {first:,} to {stop:,} of a matrix in {matrix.form} are no whole blocks of "
                              f"{in_block}; give another number of --gpus")  # fmt: skip
         part = slice(first // in_block * num_bytes, stop // in_block * num_bytes)
-        return BlockMatrix(matrix.blocks[rows, part].contiguous(), matrix.form)
+        return BlockMatrix(_copied(matrix.blocks[rows, part], matrix.blocks), matrix.form)
     assert isinstance(matrix, GroupedMatrix)
     inputs, per_byte = matrix.shape[1], 8 // matrix.bits
     some = matrix.outputs(rows)
@@ -348,8 +356,15 @@ def part_of(matrix: QuantisedMatrix, rows: slice | None, columns: slice | None) 
             kept, group_of = group_of.unique(return_inverse=True)
             scales = scales[:, kept]
             zeros = zeros if isinstance(zeros, int) else zeros[:, kept]
-    zeros = zeros if isinstance(zeros, int) else zeros[:, groups].contiguous()
-    return GroupedMatrix(values.contiguous(), scales[:, groups].contiguous(), zeros, matrix.bits, group_of)
+    if isinstance(zeros, Tensor) and isinstance(matrix.zeros, Tensor):
+        zeros = _copied(zeros[:, groups], matrix.zeros)
+    scales = _copied(scales[:, groups], matrix.scales)
+    return GroupedMatrix(_copied(values, matrix.values), scales, zeros, matrix.bits, group_of)
+
+
+def _copied(part: Tensor, whole: Tensor) -> Tensor:
+    """A part of a tensor in memory of its own, so that the rest goes."""
+    return whole if part.shape == whole.shape else lasting(part)
 
 
 def joined_inputs(parts: Sequence[QuantisedMatrix]) -> QuantisedMatrix:

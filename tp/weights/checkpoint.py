@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ..errors import ModelError
 from ..model.families import MOST_EXPERTS, plain_name
-from ..pages import lasting_memory
+from ..pages import lasting, lasting_memory
 from .gguf_header import DENSE_FORMS, form_bytes
 from .weight_files import gguf_index, weight_files
 
@@ -150,9 +150,7 @@ class Checkpoint:
                     "config.json does not describe them"
                 )
             wanted = (rows or slice(None), columns or slice(None))[: len(shape)]
-            tensor = stored.part(wanted).to(
-                self.device, dtype or self.dtype, copy=True, memory_format=torch.contiguous_format
-            )
+            tensor = lasting(stored.part(wanted), self.device, dtype or self.dtype)
         self._unread.discard(name)
         return tensor
 
@@ -188,7 +186,7 @@ class Checkpoint:
             if tensor.dtype not in dtypes:
                 wanted = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
                 raise ModelError(f"{name} in {path} is {found.dtype}; its config asks for {wanted}")
-            tensor = tensor.to(self.device, copy=found.is_mapped)
+            tensor = lasting(tensor, self.device) if found.is_mapped else tensor.to(self.device)
         self._unread.discard(name)
         return tensor
 
