@@ -194,6 +194,8 @@ class GroupedQuantisation(Quantisation):
         if isinstance(zeros, Tensor):
             first = int(zeros.flatten()[0])
             zeros = first if bool((zeros == first).all()) else zeros.contiguous()
+        if values.dtype == torch.uint8 and self.bits == 8 and isinstance(zeros, int) and zeros == 128:
+            values, zeros = values.bitwise_xor(128).view(torch.int8), 0  # products have nothing to subtract
         values = values if values.is_contiguous() else lasting(values)
         return GroupedMatrix(values.flatten(1), scales.contiguous(), zeros, self.bits, group_of)
 

@@ -57,68 +57,87 @@ INLINE __m512i float16_of_float8(const uint8_t *values)
     return _mm512_mask_mov_epi16(_mm512_or_si512(sign, _mm512_slli_epi16(below, 7)), none, _mm512_set1_epi16(0x7e00));
 }
 
-/* Numbers of neighbours of a group. */
-INLINE void put_group(const uint8_t *values, int kind, __m512 scales, __m512 zeros, int64_t count, uint16_t *out)
+/* Numbers of neighbours of a group; `zero` may be NULL. */
+INLINE void put_group(const uint8_t *values, int kind, __m512 scale, const __m512 *zero, int count, uint16_t *out)
 {
     if (kind == VALUES_NIBBLES) {
-        const __m512 all = _mm512_mul_ps(_mm512_sub_ps(counting(), zeros), scales);
+        const __m512 all = _mm512_mul_ps(zero ? _mm512_sub_ps(counting(), *zero) : counting(), scale);
         const __m512i table = rounded_pair(all, all);
-        for (int64_t i = 0; i < count; i += AT_ONCE)
+#pragma GCC unroll 4
+        for (int i = 0; i < count; i += AT_ONCE)
             put_nibbles(values + i / 2, table, out + i);
         return;
     }
-    const __m512 scales_times_256 = _mm512_mul_ps(scales, _mm512_set1_ps(256.0f));
-    for (int64_t i = 0; i < count; i += AT_ONCE) {
+    const __m512 scale_times_256 = _mm512_mul_ps(scale, _mm512_set1_ps(256.0f));
+#pragma GCC unroll 4
+    for (int i = 0; i < count; i += AT_ONCE) {
         __m512 low, high;
         if (kind == VALUES_FLOAT8) {
             const __m512i small = float16_of_float8(values + i);
-            low = _mm512_mul_ps(_mm512_cvtph_ps(_mm512_castsi512_si256(small)), scales_times_256);
-            high = _mm512_mul_ps(_mm512_cvtph_ps(_mm512_extracti64x4_epi64(small, 1)), scales_times_256);
+            low = _mm512_mul_ps(_mm512_cvtph_ps(_mm512_castsi512_si256(small)), scale_times_256);
+            high = _mm512_mul_ps(_mm512_cvtph_ps(_mm512_extracti64x4_epi64(small, 1)), scale_times_256);
         } else {
-            low = _mm512_mul_ps(_mm512_sub_ps(floats_of(values + i, kind), zeros), scales);
-            high = _mm512_mul_ps(_mm512_sub_ps(floats_of(values + i + 16, kind), zeros), scales);
+            low = floats_of(values + i, kind), high = floats_of(values + i + 16, kind);
+            low = _mm512_mul_ps(zero ? _mm512_sub_ps(low, *zero) : low, scale);
+            high = _mm512_mul_ps(zero ? _mm512_sub_ps(high, *zero) : high, scale);
         }
         _mm512_storeu_si512(out + i, rounded_pair(low, high));
     }
 }
 
-#define GROUPS 8 /* whose scales and zeros are read at a time */
-
-/* As many of `GROUPS` numbers from `i` on as `some` says; `are` is one of NUMBERS_FLOAT32 to NUMBERS_INT16. */
-INLINE __m256 numbers_at(int64_t address, int are, int64_t i, __mmask8 some)
+/* Number `i` of `numbers`, in all lanes; `are` is one of NUMBERS_FLOAT32 to NUMBERS_INT16. */
+INLINE __m512 number_at(int64_t numbers, int are, int64_t i)
 {
-    const char *place = (const char *)address;
+    const void *place = (const void *)numbers;
     switch (are) {
-    case NUMBERS_FLOAT32: return _mm256_maskz_loadu_ps(some, place + i * 4);
-    case NUMBERS_FLOAT16: return _mm256_cvtph_ps(_mm_maskz_loadu_epi16(some, place + i * 2));
-    case NUMBERS_BFLOAT16:
-        return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_maskz_loadu_epi16(some, place + i * 2)), 16));
-    case NUMBERS_UINT8: return _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_maskz_loadu_epi8(some, place + i)));
-    case NUMBERS_INT8: return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_maskz_loadu_epi8(some, place + i)));
-    default: return _mm256_cvtepi32_ps(_mm256_cvtepi16_epi32(_mm_maskz_loadu_epi16(some, place + i * 2)));
+    case NUMBERS_FLOAT32: return _mm512_set1_ps(((const float *)place)[i]);
+    case NUMBERS_FLOAT16: return _mm512_cvtph_ps(_mm256_set1_epi16(((const int16_t *)place)[i]));
+    case NUMBERS_BFLOAT16: return _mm512_castsi512_ps(_mm512_set1_epi32(((const uint16_t *)place)[i] << 16));
+    case NUMBERS_UINT8: return _mm512_cvtepi32_ps(_mm512_set1_epi32(((const uint8_t *)place)[i]));
+    case NUMBERS_INT8: return _mm512_cvtepi32_ps(_mm512_set1_epi32(((const int8_t *)place)[i]));
+    default: return _mm512_cvtepi32_ps(_mm512_set1_epi32(((const int16_t *)place)[i]));
     }
 }
 
-/* Numbers of row `r`: of groups of `size` inputs, from `group` on. */
-INLINE void put_groups(const Quantised *matrix, int64_t r, int kind, int64_t size, int64_t group, int64_t first, int64_t stop,
-                       uint16_t *out)
+#define NO_ZEROS -1 /* in the place of a kind of numbers: nothing is subtracted, or */
+#define ONE_ZERO -2 /* the same everywhere */
+
+/* Numbers of row `r`, `run` at a time, of which groups have multiples. */
+INLINE void put_groups(const Quantised *matrix, int64_t r, int kind, int run, int scales_are, int zeros_are, int64_t first,
+                       int64_t stop, uint16_t *out)
 {
-    const uint8_t *values = row_of(matrix, r);
-    float scales[GROUPS], zeros[GROUPS];
-    _mm256_storeu_ps(zeros, _mm256_set1_ps((float)matrix->zero));
-    for (int64_t i = first; i < stop;) {
-        const int64_t at = r * matrix->groups + group, left = matrix->groups - group;
-        const __mmask8 some = (__mmask8)(left >= GROUPS ? 0xff : (1 << left) - 1);
-        _mm256_storeu_ps(scales, numbers_at(matrix->scales, (int)matrix->scales_are, at, some));
-        if (matrix->zeros)
-            _mm256_storeu_ps(zeros, numbers_at(matrix->zeros, (int)matrix->zeros_are, at, some));
-        for (int g = 0; g < GROUPS && i < stop; g++, group++) {
-            const int64_t rest = (group + 1) * size - i, end = size == AT_ONCE || rest < stop - i ? i + rest : stop;
-            put_group(values + (kind == VALUES_NIBBLES ? i / 2 : i), kind, _mm512_set1_ps(scales[g]), _mm512_set1_ps(zeros[g]),
-                      size == AT_ONCE ? AT_ONCE : end - i, out + i - first);
-            i = end;
+    const int64_t scales = matrix->scales, zeros = matrix->zeros;
+    const uint32_t runs = (uint32_t)matrix->group_size / run, done = (uint32_t)first / run;
+    int64_t group = r * matrix->groups + done / runs;
+    uint32_t left = runs - done % runs;
+    const uint8_t *values = row_of(matrix, r) + (kind == VALUES_NIBBLES ? first / 2 : first);
+    __m512 zero = _mm512_set1_ps((float)matrix->zero);
+    for (int64_t i = first; i < stop; i += run, out += run, values += kind == VALUES_NIBBLES ? run / 2 : run) {
+        if (zeros_are >= 0)
+            zero = number_at(zeros, zeros_are, group);
+        put_group(values, kind, number_at(scales, scales_are, group), zeros_are == NO_ZEROS ? NULL : &zero, run, out);
+        if (--left == 0) {
+            left = runs;
+            group++;
         }
     }
+}
+
+/* The same, compiled apart for what is usual: to ask for each group of what kind its scale is took a seventh of the time. */
+INLINE void put_usual(const Quantised *matrix, int64_t r, int kind, int run, int64_t first, int64_t stop, uint16_t *out)
+{
+    const int scales = (int)matrix->scales_are, one = matrix->zero ? ONE_ZERO : NO_ZEROS;
+    const int zeros = matrix->zeros ? (int)matrix->zeros_are : one;
+    if (scales == NUMBERS_FLOAT16 && zeros == NUMBERS_UINT8 && kind <= VALUES_UINT8)
+        put_groups(matrix, r, kind, run, NUMBERS_FLOAT16, NUMBERS_UINT8, first, stop, out);
+    else if (scales == NUMBERS_FLOAT16 && zeros == ONE_ZERO && kind == VALUES_NIBBLES)
+        put_groups(matrix, r, kind, run, NUMBERS_FLOAT16, ONE_ZERO, first, stop, out);
+    else if (scales == NUMBERS_FLOAT16 && zeros == NO_ZEROS && kind == VALUES_INT8)
+        put_groups(matrix, r, kind, run, NUMBERS_FLOAT16, NO_ZEROS, first, stop, out);
+    else if (scales == NUMBERS_FLOAT32 && zeros == NO_ZEROS && kind == VALUES_FLOAT8)
+        put_groups(matrix, r, kind, run, NUMBERS_FLOAT32, NO_ZEROS, first, stop, out);
+    else
+        put_groups(matrix, r, kind, run, scales, zeros, first, stop, out);
 }
 
 /* ---- blocks ---- */
@@ -253,14 +272,13 @@ INLINE void put_rows(const Quantised *matrix, int kind, int64_t r, int64_t rows,
                      int64_t stride)
 {
     const int form = kind - BLOCKS, of_block = inputs_of_block(form);
-    const int64_t size = matrix->group_size, group = kind >= BLOCKS ? 0 : (uint32_t)first / (uint32_t)size;
     for (; rows > 0; rows--, r++, out += stride)
         if (kind >= BLOCKS)
             put_blocks(row_of(matrix, r) + first / of_block * bytes_of_block(form), form, count, out);
-        else if (size == AT_ONCE) /* a loop less */
-            put_groups(matrix, r, kind, AT_ONCE, group, first, first + count, out);
+        else if (matrix->group_size % (4 * AT_ONCE) == 0 && count % (4 * AT_ONCE) == 0)
+            put_usual(matrix, r, kind, 4 * AT_ONCE, first, first + count, out);
         else
-            put_groups(matrix, r, kind, size, group, first, first + count, out);
+            put_usual(matrix, r, kind, AT_ONCE, first, first + count, out);
 }
 
 int triforce_expand_bfloat16(const Quantised *matrix, int64_t r, int64_t rows, int64_t first, int64_t count, uint16_t *out,

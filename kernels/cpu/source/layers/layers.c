@@ -92,14 +92,18 @@ typedef struct {
     int64_t outputs;
 } Weights;
 
+INLINE void fetch(const void *place, int64_t bytes)
+{
+    for (int64_t i = 0; i < bytes; i += 64)
+        __builtin_prefetch((const char *)place + i, 0, 2);
+}
+
 /* Prefetches rows of a matrix that is held in few bits, as far as it has them. */
 INLINE void fetch_held(const Quantised *held, int64_t first, int64_t count)
 {
     if (first + count > held->outputs)
         count = held->outputs - first;
-    const char *bytes = (const char *)row_of(held, first);
-    for (int64_t i = 0; i < count * held->row_bytes; i += 64)
-        __builtin_prefetch(bytes + i, 0, 2);
+    fetch(row_of(held, first), count * held->row_bytes);
 }
 
 #include "layers_dots.h"

@@ -96,6 +96,20 @@ AMX_INLINE void amx_make_numbers(const Quantised *held, int64_t r, int64_t start
     }
 }
 
+/* Prefetches part `part` of two rows from `r` on. Each row has `parts`; where it has no such part, the first ones of the rows that
+ * are multiplied next. */
+AMX_INLINE void amx_fetch_part(const Quantised *held, int64_t r, int64_t part, int64_t parts)
+{
+    const int64_t bytes = HELD_INPUTS * held->row_bytes / held->inputs;
+    if (part >= parts) {
+        part -= parts;
+        r += AMX_OUTPUTS;
+    }
+    if (r < held->outputs)
+        for (int64_t o = 0; o < 2; o++)
+            fetch(row_of(held, r + o) + part * bytes, bytes);
+}
+
 /* `amx_products` with 32 outputs from `first` on of a matrix that is held in few bits: 16 outputs' numbers are made while those
  * made before are multiplied, which keeps both units of the processor at work. */
 AMX_INLINE void amx_held_products(
@@ -103,19 +117,16 @@ AMX_INLINE void amx_held_products(
 {
     bf16 numbers[2][SIDE * HELD_STRIDE] __attribute__((aligned(64)));
     const int64_t tile_words = SIDE * width;
-    /* The next 32 outputs are prefetched, some of their bytes in each turn. */
-    const int64_t end = (int64_t)row_of(held, held->outputs), of_turn = AMX_OUTPUTS * SIDE * held->row_bytes / held->inputs;
-    int64_t fetched = (int64_t)row_of(held, first + AMX_OUTPUTS);
-    const int64_t parts = (held->inputs + HELD_INPUTS - 1) / HELD_INPUTS * 2, of_part = HELD_INPUTS / PAIRED;
+    const int64_t parts = (held->inputs + HELD_INPUTS - 1) / HELD_INPUTS, of_part = HELD_INPUTS / PAIRED;
     amx_zero_sums();
-    for (int64_t made = 0; made <= parts; made++) {
+    for (int64_t made = 0; made <= 2 * parts; made++) {
         const int64_t r = first + made % 2 * SIDE, start = made / 2 * HELD_INPUTS;
         const bf16 *before = numbers[(made + 1) % 2];
         for (int64_t i = 0; i < of_part; i++) {
-            for (int64_t stop = fetched + of_turn; fetched < stop && fetched < end; fetched += 64)
-                __builtin_prefetch((const char *)fetched, 0, 2);
-            if (made < parts)
+            if (made < 2 * parts) {
+                amx_fetch_part(held, r + i * 2, made / 2 + 2, parts);
                 amx_make_numbers(held, r + i * 2, start, numbers[made % 2] + i * 2 * HELD_STRIDE);
+            }
             const int64_t tile = (made - 1) / 2 * of_part + i;
             if (!made || tile >= tiles)
                 continue;
