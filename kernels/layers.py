@@ -88,6 +88,34 @@ def held_gated_mlp(
     return _normed(kernels.triforce_gated_mlp, x, norm, eps, given, onto, (gate.inputs, gate.outputs), down.outputs)
 
 
+def held_expert_mlps(x: Tensor, experts: ctypes.Array[QuantisedCall], ids: Tensor, shares: Tensor) -> Tensor | None:
+    """The sums of a mixture of experts that are in few bits, in bfloat16, for the rows of a step: what `held_gated_mlp`
+    gives of each row's experts, in the order of their numbers, times its share.
+
+    Args:
+        x: `[n, hidden]`, contiguous.
+        experts: gate, up and down of each expert, all of the same sizes.
+        ids: int64 `[n, used]`, contiguous: the numbers of a row's experts.
+        shares: float32, likewise.
+
+    Returns:
+        float32 `[n, hidden]`; `None` where no compiled kernel computes that.
+    """
+    gate, hidden = experts[0], x.shape[1]
+    kernels = _kernels_for_held(x, gate.inputs, None) if x.is_contiguous() else None
+    if kernels is None:
+        return None
+    out = torch.empty(x.shape, dtype=torch.float32)
+    failed = call(
+        kernels.triforce_expert_mlps,
+        *(x.data_ptr(), x.shape[0], hidden, gate.outputs, experts, len(experts) // 3),
+        *(ids.data_ptr(), shares.data_ptr(), ids.shape[1], out.data_ptr(), int(cpu_level()), threads()),
+    )
+    if failed:
+        raise MemoryError(f"no memory for the temporaries of {x.shape[0]} rows")
+    return out
+
+
 def rms_norm(x: Tensor, norm: Tensor, eps: float) -> Tensor:
     """The RMS norm over the last dimension of `x`, times `norm`, in `x`'s dtype. A norm in float32 multiplies what is
     not rounded yet."""

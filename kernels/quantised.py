@@ -18,7 +18,7 @@ from torch import Tensor
 
 from .cpu.calls import call, threads
 from .cpu.library import Level, QuantisedCall, cpu_level, loaded
-from .layers import held_gated_mlp, held_linear, linear, rms_norm
+from .layers import held_expert_mlps, held_gated_mlp, held_linear, linear, rms_norm
 from .packages import usable_packages
 from .selection import STEP_ROWS, on_cpu, selected
 
@@ -435,6 +435,23 @@ def quantised_mlp(
     if x.dtype != torch.bfloat16 or not on_cpu(x.device):
         return None
     return held_gated_mlp(x, norm, eps, [one.described for one in matrices], onto=onto)
+
+
+def described_experts(matrices: Sequence[QuantisedMatrix]) -> ctypes.Array[QuantisedCall] | None:
+    """What the compiled kernels are told of a mixture's gate, up and down, of one expert after another; addresses, good
+    as long as these live. `None` where experts are not all of the same sizes."""
+    gate, _, down = (one.shape for one in matrices[:3])
+    if down[::-1] != gate or any(one.shape != (gate, gate, down)[i % 3] for i, one in enumerate(matrices)):
+        return None
+    return (QuantisedCall * len(matrices))(*(one.described for one in matrices))
+
+
+def quantised_experts(x: Tensor, experts: ctypes.Array[QuantisedCall], ids: Tensor, shares: Tensor) -> Tensor | None:
+    """What a mixture of experts in few bits gives for the rows of a step, where one compiled kernel computes it; else
+    `None`. See `layers.held_expert_mlps`."""
+    if x.dtype != torch.bfloat16 or len(x) > STEP_ROWS or not on_cpu(x.device):
+        return None
+    return held_expert_mlps(x, experts, ids.contiguous(), shares.contiguous())
 
 
 def takes_chosen(device: torch.device) -> bool:

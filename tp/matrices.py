@@ -8,6 +8,7 @@ are in the dtype that is computed in, or those of a matrix are in four to eight 
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -17,14 +18,17 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from ..kernels.cpu.library import QuantisedCall
 from ..kernels.layers import by_sigmoid, gated, gated_mlp, linear, products_are_independent, rms_norm
 from ..kernels.packages import usable_packages
 from ..kernels.quantised import (
     Choice,
     QuantisedMatrix,
     chosen_products,
+    described_experts,
     expansion_bytes,
     joined,
+    quantised_experts,
     quantised_linear,
     quantised_mlp,
     takes_chosen,
@@ -278,15 +282,15 @@ class GatedMlp:
             and isinstance(self.down, DenseWeight)
         ):
             return gated_mlp(rows, norm, eps, self.gate_up.matrix, self.down.matrix, onto=onto)
-        if self._in_few_bits and self.activation == "silu" and (norm is None or norm.dtype == rows.dtype):
-            found = quantised_mlp(rows, self._in_few_bits, norm, eps, onto=onto)
+        if self.in_few_bits and self.activation == "silu" and (norm is None or norm.dtype == rows.dtype):
+            found = quantised_mlp(rows, self.in_few_bits, norm, eps, onto=onto)
             if found is not None:
                 return found
         gate, up = self.gate_up.times(rows, norm=norm, eps=eps).chunk(2, dim=-1)
         return self.down.times(gated(gate, up, self.activation), onto=onto)
 
     @cached_property
-    def _in_few_bits(self) -> tuple[QuantisedMatrix, ...]:
+    def in_few_bits(self) -> tuple[QuantisedMatrix, ...]:
         """Gate, up and down, if each is one matrix in few bits without a bias; else none."""
         if not isinstance(self.gate_up, QuantisedWeight) or not isinstance(self.down, QuantisedWeight):
             return ()
@@ -373,15 +377,29 @@ class ExpertMlps:
     def of(self, rows: Tensor, *, norm: Tensor, eps: float, onto: Tensor | None = None) -> Tensor:
         """See `GatedMlp.of`."""
         rows = rms_norm(rows, norm, eps)
-        shares, of_experts = self._chosen(rows)
-        sums = self._one_by_one if self.waits or len(rows) > STEP_ROWS else self._together
-        total = sums(rows, shares, of_experts).to(rows.dtype)
+        total = self._sums(rows, *self._chosen(rows)).to(rows.dtype)
         if self.shared:
             total += self.shared.of(rows)
         return total if onto is None else onto.add_(total)
 
+    def _sums(self, rows: Tensor, shares: Tensor, of_experts: Tensor) -> Tensor:
+        """The sums of the rows' experts, `[n, hidden]` float32."""
+        if len(rows) <= STEP_ROWS and not self.waits:
+            return self._together(rows, shares, of_experts)
+        if self._described:
+            found = quantised_experts(rows, self._described, of_experts, shares)
+            if found is not None:
+                return found
+        return self._one_by_one(rows, shares, of_experts)
+
+    @cached_property
+    def _described(self) -> ctypes.Array[QuantisedCall] | None:
+        """What compiled kernels are told of the experts, where all of them are in few bits."""
+        matrices = [one for expert in self.experts for one in expert.in_few_bits if expert.activation == "silu"]
+        return described_experts(matrices) if len(matrices) == 3 * len(self.experts) else None
+
     def _together(self, rows: Tensor, shares: Tensor, of_experts: Tensor) -> Tensor:
-        """The sums of the experts of a step's rows, `[n, hidden]` float32, for which the host does not wait."""
+        """See `_sums`; of a step's rows, for which the host does not wait."""
         assert self.stacked is not None
         (gate_up, down), count = self.stacked, len(self.experts)
         of_experts, order = of_experts.sort(dim=1)
@@ -395,7 +413,7 @@ class ExpertMlps:
         return total
 
     def _one_by_one(self, rows: Tensor, shares: Tensor, of_experts: Tensor) -> Tensor:
-        """The same of any number of rows, an expert after the other."""
+        """See `_sums`; of any number of rows, an expert after the other."""
         order = of_experts.flatten().argsort(stable=True)  # by expert, then by row
         counts = of_experts.flatten().bincount(minlength=len(self.experts)).tolist()
         of_rows, shares = order // self.used, shares.flatten()[order].unsqueeze(1)

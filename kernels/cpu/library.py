@@ -13,7 +13,7 @@ from enum import IntEnum
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
-_ABI = 17
+_ABI = 18
 """`TRIFORCE_ABI` of cpu.h."""
 
 
@@ -145,6 +145,9 @@ def _declare(kernels: ctypes.CDLL) -> None:
             *(pointer, count, pointer, real, pointer, pointer, quantised, pointer, flag),
             *(count, count, count, flag, flag, flag),
         ]
+    kernels.triforce_expert_mlps.argtypes = [
+        *(pointer, count, count, count, quantised, count, pointer, pointer, count, pointer, flag, flag),
+    ]
     kernels.triforce_rotate.argtypes = [
         *(pointer, count, count, pointer, pointer, count),
         *(pointer, count, count, pointer, count, count, count, flag),

@@ -6,15 +6,19 @@ import pytest
 import torch
 import torch.nn.functional as F
 from quantised import FORMATS, save_quantised
+from quantised_matrices import blocks_of, matrix_of
 from safetensors.torch import load_file, save_file
 from spmd import run_jobs
 from tiny import greedy_oracle, random_tokens, save_family
 from transformers import MixtralConfig, Qwen3MoeConfig
+from triforce.kernels import layers
+from triforce.kernels.cpu.library import Level, supported_level
+from triforce.kernels.quantised import QuantisedMatrix, quantised_experts
 from triforce.kernels.selection import padded_rows, use_kernels
 from triforce.offload import Engine, Sampling
 from triforce.tp.decoder import Decoder
 from triforce.tp.errors import ModelError
-from triforce.tp.matrices import DenseWeight, ExpertMlps, GatedMlp, ModelMatrices, layer_prefix
+from triforce.tp.matrices import DenseWeight, ExpertMlps, GatedMlp, ModelMatrices, QuantisedWeight, layer_prefix
 from triforce.tp.model.config import ModelConfig
 from triforce.tp.parallel.ranks import Ranks
 from triforce.tp.parallel.split import Split
@@ -83,6 +87,37 @@ def test_a_row_has_the_same_bits_alone_and_in_company(dtype):
         together = of.of(rows, norm=norm, eps=EPS)
         for some in (slice(0, 1), slice(3, 8), slice(20, 53)):
             assert torch.equal(of.of(rows[some], norm=norm, eps=EPS), together[some])
+
+
+@pytest.mark.parametrize("level", [Level.AVX512_BF16, Level.AMX])
+@pytest.mark.parametrize("n", [1, 5, 32])
+@pytest.mark.parametrize("form", ["awq", "Q4_K", "Q6_K"])
+def test_experts_in_few_bits_together_are_what_they_are_one_by_one(monkeypatch, form, n, level):
+    """In one compiled call for all rows of a step; and a row has the same bits alone."""
+    if supported_level() < level:
+        pytest.skip(f"this processor has not the instructions of {level.name}")
+    monkeypatch.setattr(layers, "cpu_level", lambda: level)
+    hidden, width, count, used = 512, 256, 16, 4
+
+    def matrix(outputs: int, inputs: int, seed: int) -> QuantisedMatrix:
+        of = matrix_of if form == "awq" else blocks_of
+        return of(form, outputs, inputs, seed)[0]
+
+    def expert(seed: int) -> GatedMlp:
+        gate_up = matrix(width, hidden, seed), matrix(width, hidden, seed + 1)
+        return GatedMlp(QuantisedWeight(gate_up), QuantisedWeight((matrix(hidden, width, seed + 2),)))
+
+    g = torch.Generator().manual_seed(n)
+    of = ExpertMlps(torch.randn(count, hidden, generator=g), tuple(expert(3 * i) for i in range(count)), used, True)
+    x = torch.randn(n, hidden, generator=g).bfloat16()
+    shares, ids = of._chosen(x)
+    assert of._described is not None
+    together = quantised_experts(x, of._described, ids, shares)
+    assert together is not None and torch.equal(together, of._one_by_one(x, shares, ids))
+    assert torch.equal(of._sums(x, shares, ids), together)
+    for i in range(n):
+        row = slice(i, i + 1)
+        assert torch.equal(of._sums(x[row], shares[row], ids[row])[0], together[i])
 
 
 @pytest.mark.parametrize("family", ["qwen3-moe", "mixtral", "qwen3.5-moe"])

@@ -36,7 +36,7 @@ INLINE float float_of_bits(uint32_t bits)
 
 /* Raised whenever the arguments of a function or the arithmetic of a level change, so that Python refuses a library built
  * from other sources. */
-#define TRIFORCE_ABI 17
+#define TRIFORCE_ABI 18
 EXPORT int triforce_abi(void);
 
 /* Bytes of `Attention` (attention.h), which Python compares with its own declaration of it. */
@@ -127,6 +127,12 @@ EXPORT int triforce_linear(const void *x, int64_t stride, const void *norm, floa
 EXPORT int triforce_gated_mlp(const void *x, int64_t stride, const void *norm, float eps, const void *gate_up,
                               const void *down, const Quantised *held, void *out, int adds, int64_t n, int64_t hidden,
                               int64_t width, int is_bf16, int level, int threads);
+
+/* `out[r]`, float32, is the sum of the MLPs of the experts of row r of `x` [n][hidden], bfloat16, each rounded to bfloat16 and times
+ * its share, in the order of their numbers: `ids` and `shares` are [n][used], and `held` is gate, up and down of each of `count`
+ * experts, as of `triforce_gated_mlp`. 1 if memory ran out, else 0. */
+EXPORT int triforce_expert_mlps(const void *x, int64_t n, int64_t hidden, int64_t width, const Quantised *held, int64_t count,
+                                const int64_t *ids, const float *shares, int64_t used, float *out, int level, int threads);
 
 /* Writes the numbers of a matrix, in float32 and rounded to bfloat16 if asked for: 0; 2 if this processor has not the level.
  * From LEVEL_AVX512BF16 on bfloat16 numbers below 2^-126 may be zeros, as they are for the products there. */

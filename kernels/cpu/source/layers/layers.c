@@ -273,6 +273,20 @@ INLINE void activate(void *gate_up, int64_t n, int64_t width, int64_t first, int
     }
 }
 
+/* This thread's part of `silu(gate · x) * (up · x)`: to `wide` [n][2 * width], and in rows that follow one another to `narrow`. */
+INLINE void activated_part(const Input *input, const Weights *gate, const Weights *up, char *wide, char *narrow, int64_t width,
+                           int is_bf16)
+{
+    const int64_t n = input->n, size = is_bf16 ? 2 : 4;
+    int64_t first, stop;
+    share(input, width, &first, &stop);
+    part(input, gate, NULL, wide, 2 * width, first, stop, is_bf16);
+    part(input, up, NULL, wide + width * size, 2 * width, first, stop, is_bf16);
+    activate(wide, n, width, first, stop, is_bf16);
+    for (int64_t r = 0; r < n; r++)
+        memcpy(narrow + (r * width + first) * size, wide + (2 * r * width + first) * size, (stop - first) * size);
+}
+
 INLINE int gated_mlp(const void *x, int64_t stride, const void *norm, float eps, const Weights *gate, const Weights *up,
                      const Weights *down, void *out, int adds, int64_t n, int64_t hidden, int64_t width, int is_bf16, int level,
                      int threads)
@@ -292,22 +306,107 @@ INLINE int gated_mlp(const void *x, int64_t stride, const void *norm, float eps,
     lay_out(&input, rows);
 #pragma omp parallel num_threads(threads) if (threads > 1)
     {
-        int64_t first, stop;
-        share(&input, width, &first, &stop);
-        part(&input, gate, NULL, wide, 2 * width, first, stop, is_bf16);
-        part(&input, up, NULL, wide + width * size, 2 * width, first, stop, is_bf16);
-        activate(wide, n, width, first, stop, is_bf16);
-        for (int64_t r = 0; r < n; r++)
-            memcpy(narrow + (r * width + first) * size, wide + (2 * r * width + first) * size, (stop - first) * size);
+        activated_part(&input, gate, up, wide, narrow, width, is_bf16);
 #pragma omp barrier
 #pragma omp single
         lay_out(&activated, narrow);
+        int64_t first, stop;
         share(&activated, hidden, &first, &stop);
         part(&activated, down, NULL, product, hidden, first, stop, is_bf16);
         if (adds)
             add_part(out, product, n, hidden, first, stop, is_bf16);
     }
     free(rows);
+    return 0;
+}
+
+/* An expert that rows have: of the pairs of a row and one of its experts, in the order of experts, `n` from `first` on. */
+typedef struct {
+    Weights gate, up, down;
+    int64_t first, n;
+    Input input, activated;
+} Expert;
+
+/* Adds columns `first` to `stop` of an expert's results, each times its share, to those of its rows. A sum is rounded after the
+ * product is. */
+INLINE void add_shares(const Expert *one, const bf16 *results, const int64_t *pairs, const float *shares, int64_t used, float *out,
+                       int64_t hidden, int64_t first, int64_t stop)
+{
+    for (int64_t i = one->first; i < one->first + one->n; i++) {
+        const __m512 part = _mm512_set1_ps(shares[pairs[i]]);
+        float *row = out + pairs[i] / used * hidden;
+        for (int64_t c = first; c < stop; c += 16) {
+            const __mmask16 mask = first16(stop - c);
+            const __m512 result = load16(results + i * hidden + c, mask, 1);
+            const __m512 product = _mm512_mul_round_ps(result, part, _MM_FROUND_CUR_DIRECTION);
+            _mm512_mask_storeu_ps(row + c, mask, _mm512_add_ps(_mm512_maskz_loadu_ps(mask, row + c), product));
+        }
+    }
+}
+
+int triforce_expert_mlps(const void *x, int64_t n, int64_t hidden, int64_t width, const Quantised *held, int64_t count,
+                         const int64_t *ids, const float *shares, int64_t used, float *out, int level, int threads)
+{
+    const int64_t all = n * used;
+    threads = threads_for(3 * hidden * width * 2, threads);
+    /* Pairs, by their places in `ids`, in the order of experts, and those of an expert in the order of rows. */
+    Expert *experts = malloc((all + 1) * (sizeof(Expert) + sizeof(int64_t)));
+    if (!experts)
+        return 1;
+    int64_t *pairs = (int64_t *)(void *)(experts + all + 1), active = 0, placed = 0, room = 0;
+    for (int64_t e = 0; e < count && placed < all; e++) {
+        const int64_t first = placed;
+        for (int64_t i = 0; i < all; i++)
+            if (ids[i] == e)
+                pairs[placed++] = i;
+        if (placed == first)
+            continue;
+        Expert *one = experts + active++;
+        *one = (Expert){.first = first, .n = placed - first};
+        one->gate = (Weights){NULL, held + 3 * e, width};
+        one->up = (Weights){NULL, held + 3 * e + 1, width};
+        one->down = (Weights){NULL, held + 3 * e + 2, hidden};
+        room += carve(&one->input, NULL, one->n, hidden, &one->gate, 1, level, threads);
+        room += carve(&one->activated, NULL, one->n, width, &one->down, 1, level, threads);
+    }
+    bf16 *rows = malloc(all * (2 * hidden + 3 * width) * 2 + room);
+    if (!rows) {
+        free(experts);
+        return 1;
+    }
+    bf16 *wide = rows + all * hidden, *narrow = wide + all * 2 * width, *results = narrow + all * width;
+    char *rest = (char *)(results + all * hidden);
+    for (Expert *one = experts; one < experts + active; one++) {
+        rest += carve(&one->input, rest, one->n, hidden, &one->gate, 1, level, threads);
+        rest += carve(&one->activated, rest, one->n, width, &one->down, 1, level, threads);
+    }
+#pragma omp parallel num_threads(threads) if (threads > 1)
+    {
+        const int64_t step = omp_get_num_threads(), me = omp_get_thread_num();
+        for (Expert *one = experts + me; one < experts + active; one += step) {
+            for (int64_t i = one->first; i < one->first + one->n; i++)
+                memcpy(rows + i * hidden, (const bf16 *)x + pairs[i] / used * hidden, hidden * 2);
+            lay_out(&one->input, rows + one->first * hidden);
+        }
+#pragma omp barrier
+        for (Expert *one = experts; one < experts + active; one++)
+            activated_part(&one->input, &one->gate, &one->up, (char *)(wide + one->first * 2 * width),
+                           (char *)(narrow + one->first * width), width, 1);
+#pragma omp barrier
+        for (Expert *one = experts + me; one < experts + active; one += step)
+            lay_out(&one->activated, narrow + one->first * width);
+#pragma omp barrier
+        int64_t first, stop;
+        share(&experts->activated, hidden, &first, &stop);
+        for (int64_t r = 0; r < n; r++)
+            memset(out + r * hidden + first, 0, (stop - first) * 4);
+        for (Expert *one = experts; one < experts + active; one++) {
+            part(&one->activated, &one->down, NULL, results + one->first * hidden, hidden, first, stop, 1);
+            add_shares(one, results, pairs, shares, used, out, hidden, first, stop);
+        }
+    }
+    free(rows);
+    free(experts);
     return 0;
 }
 
