@@ -130,7 +130,7 @@ class Case:
         first = batch.sequences[0].statistics
         if self.saved > 100 and len(prompt) > 200:
             assert first.reused_tokens > self.saved - 100, "it is restored"
-        assert not batch.warnings
+        assert not any(found.warnings for found in batch.sequences)
         if self.turn:
             turn = [*prompt, *first.token_ids, *self.turn]
             yield turn, engine.generate(turn, GREEDY, NEW, ignore_eos=True).token_ids
