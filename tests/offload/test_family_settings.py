@@ -2,6 +2,7 @@
 with settings of all kinds: alone, as a next turn, together with others, restored from a saved context, on two ranks."""
 
 import json
+import os
 import random
 from collections import Counter
 from collections.abc import Iterator
@@ -156,7 +157,8 @@ def test_text_of_random_settings_is_that_of_transformers(models, tmp_path, famil
 def play_on_ranks(cases: dict[int, Case], models: Models, store: Path) -> None:
     """A rank's part; prints what it has of each case."""
     for seed, case in cases.items():
-        print(json.dumps({"seed": seed, "texts": list(case.texts(models, store / str(seed)))}), flush=True)
+        report = {"seed": seed, "texts": list(case.texts(models, store / str(seed)))}
+        os.write(1, (json.dumps(report) + "\n").encode())  # one write, so that ranks do not mix their lines
 
 
 @pytest.mark.parametrize("first", range(1000, 1200, RANKS_TOGETHER))
