@@ -112,6 +112,22 @@ def test_a_question_about_a_saved_context_is_the_same_as_about_its_text(asked, b
     assert again["token_ids"] == generated["token_ids"] and again["text"] == generated["text"]
 
 
+def test_answers_about_a_context_over_http_are_those_about_its_text(asked, book, server):
+    """Asked at once, with several choices and streamed."""
+    generated = asked("generate", "--prompt-file", book, "--ask", QUESTION)
+    assert server.upload("book", TEXT).status == 201
+    body = {"messages": [{"role": "user", "content": QUESTION}], "context": "book", **SAMPLED, "max_tokens": TOKENS}
+    calls = [lambda more=more: server.ask("POST", CHAT, body | more) for more in ({}, {"n": 3}, {"stream": True})]
+    one, several, streamed = server.at_once(*calls)
+    assert one.json["usage"]["prompt_tokens_details"]["cached_tokens"] > 100
+    *events, end = streamed.events
+    parts = [part["delta"].get("content") for event in events for part in event["choices"]]
+    assert end == "[DONE]"
+    for text in (one.json["choices"][0]["message"]["content"], several.json["choices"][0]["message"]["content"]):
+        assert text == generated["text"]
+    assert "".join(filter(None, parts)) == generated["text"]
+
+
 def test_a_continuation_is_the_same_in_all_commands(asked, book, server, tmp_path):
     generated = asked("generate", "--prompt-file", book)
     prompt_tokens, choice = batch(asked, tmp_path, COMPLETION, prompt=TEXT)
