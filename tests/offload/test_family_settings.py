@@ -168,7 +168,7 @@ def test_on_two_ranks_too(models, tmp_path, families, first):
     cases = {seed: Case.random(families, seed) for seed in range(first, first + RANKS_TOGETHER)}
     for case in cases.values():
         assert models[case.model], "it is there before ranks begin"
-    printed = run_forks(lambda: play_on_ranks(cases, models, tmp_path), 2)
+    printed = run_forks(lambda: play_on_ranks(cases, models, tmp_path), 2, seconds=900)
     reports = [json.loads(line) for line in printed.splitlines() if line.startswith("{")]
     assert Counter(report["seed"] for report in reports) == dict.fromkeys(cases, 2)
     for report in reports:
