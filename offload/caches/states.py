@@ -191,9 +191,10 @@ class States:
         working = self._working[layer]
         if working.position != start:
             origin, again = self._origin(layer, start)
-            working.take(origin)
             if len(again[0]):
-                self._pass_again(working, again, weights)
+                self._pass_again(origin, again, weights, working)
+            else:
+                working.take(origin)
         whole = torch.cat((working.past, inputs))
         working.position = _BROKEN
         out = delta_chunks(whole, gates, weights, working.state, start)
@@ -210,9 +211,8 @@ class States:
         if certain <= committed.position:
             return
         if working.position != certain and rows.has(committed.position, certain):
-            again = rows.between(committed.position, certain)
-            working.take(committed)  # which stays what it is until the other is whole
-            self._pass_again(working, again, weights)
+            # The committed one stays what it is until the other is whole.
+            self._pass_again(committed, rows.between(committed.position, certain), weights, working)
         if working.position == certain:
             self._committed[layer], self._working[layer], committed.position = working, committed, _BROKEN
         elif self._certain is None:
@@ -222,12 +222,12 @@ class States:
         self._keep(layer, self._committed[layer])
 
     @staticmethod
-    def _pass_again(state: _State, again: tuple[Tensor, Tensor], weights: DeltaWeights) -> None:
-        """Has tokens that were kept pass."""
+    def _pass_again(origin: _State, again: tuple[Tensor, Tensor], weights: DeltaWeights, state: _State) -> None:
+        """Has `state` become what another one is once tokens that were kept have passed."""
         inputs, gates = again
-        whole, position = torch.cat((state.past, inputs)), state.position
+        whole, position = torch.cat((origin.past, inputs)), origin.position
         state.position = _BROKEN
-        delta_steps(whole, gates, weights, state.state, wanted=0, saved=[(len(gates), state.state)])
+        delta_steps(whole, gates, weights, origin.state, wanted=0, saved=[(len(gates), state.state)])
         state.past.copy_(whole[-weights.past :])
         state.position = position + len(gates)
 

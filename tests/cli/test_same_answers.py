@@ -1,6 +1,7 @@
 """A first question, or a text to go on from, has the same tokens and the same answer whichever command it is put to."""
 
 import json
+import re
 
 import pytest
 from command import CONTEXT, TEXT, VOCABULARY, run_here
@@ -12,6 +13,8 @@ from tiny import save_family
 QUESTION = "Why was it so?"
 SAMPLED = {"temperature": 0.7, "top_p": 0.95, "seed": 5}
 TOKENS = 12
+END = 1
+"""The token at the end of a sequence."""
 
 
 @pytest.fixture(params=["plain", "template", "hybrid"], scope="module")
@@ -27,7 +30,7 @@ def model(kind, pair, tmp_path_factory):
         return pair[0]
     chatty = with_template(pair[0], tmp_path_factory.mktemp("chatty"))
     if kind == "hybrid":
-        sizes = {"vocab_size": VOCABULARY, "max_position_embeddings": CONTEXT}
+        sizes = {"vocab_size": VOCABULARY, "max_position_embeddings": CONTEXT, "eos_token_id": END}
         Head(save_family(chatty, "qwen3.5-moe", seed=1, **sizes), seed=2).save(chatty)
     return chatty
 
@@ -109,6 +112,22 @@ def test_a_question_about_a_saved_context_is_the_same_as_about_its_text(asked, b
     assert again["token_ids"] == generated["token_ids"] and again["text"] == generated["text"]
 
 
+def test_answers_about_a_context_over_http_are_those_about_its_text(asked, book, server):
+    """Asked at once, with several choices and streamed."""
+    generated = asked("generate", "--prompt-file", book, "--ask", QUESTION)
+    assert server.upload("book", TEXT).status == 201
+    body = {"messages": [{"role": "user", "content": QUESTION}], "context": "book", **SAMPLED, "max_tokens": TOKENS}
+    calls = [lambda more=more: server.ask("POST", CHAT, body | more) for more in ({}, {"n": 3}, {"stream": True})]
+    one, several, streamed = server.at_once(*calls)
+    assert one.json["usage"]["prompt_tokens_details"]["cached_tokens"] > 100
+    *events, end = streamed.events
+    parts = [part["delta"].get("content") for event in events for part in event["choices"]]
+    assert end == "[DONE]"
+    for text in (one.json["choices"][0]["message"]["content"], several.json["choices"][0]["message"]["content"]):
+        assert text == generated["text"]
+    assert "".join(filter(None, parts)) == generated["text"]
+
+
 def test_a_continuation_is_the_same_in_all_commands(asked, book, server, tmp_path):
     generated = asked("generate", "--prompt-file", book)
     prompt_tokens, choice = batch(asked, tmp_path, COMPLETION, prompt=TEXT)
@@ -123,3 +142,24 @@ def test_a_question_without_a_template_ends_before_the_next_one(asked, book):
     one = asked("generate", "--prompt-file", book, "--ask", QUESTION, "--ignore-eos")
     assert several["sequences"][0]["token_ids"] == one["token_ids"]
     assert several["sequences"][0]["text"] == one["text"]
+
+
+@pytest.mark.parametrize("kind", ["hybrid"], indirect=True)
+def test_a_conversation_and_an_answer_in_a_form_are_the_same_whatever_drafts(model, book, capfd, monkeypatch):
+    """And wherever keys and values live; of a conversation that is saved, too."""
+    sampled = [f"--{name.replace('_', '-')}={value}" for name, value in SAMPLED.items()]
+    fixed = ("--model", model, "--device", "cpu", "--dtype", "float32", "--max-new-tokens", 24, *sampled)
+    (book.parent / "questions").write_text(f"{QUESTION}\nAnd then?\n/undo\nWho?\n/save talk\nWhen?\n")
+    talks, forms, again = [], [], []
+    for draft, resident in (("none", "auto"), ("mtp", 0), ("mtp,lookup", "auto")):
+        monkeypatch.setenv("TRIFORCE_HOME", str(book.parent / draft))
+        given = (*fixed, "--draft", draft, "--resident", resident)
+        with open(book.parent / "questions", encoding="utf-8") as questions:
+            monkeypatch.setattr("sys.stdin", questions)
+            talks.append(run_here(capfd, "chat", "--prompt-file", book, *given))
+        again.append(run_here(capfd, "generate", "--context", "talk", "--ask", "Why?", *given))
+        forms.append(run_here(capfd, "generate", "--prompt", "It was", "--regex", "[a-z]{3,9}( [0-9]+){2}", *given))
+    for outcomes in (talks, again, forms):
+        assert {outcome.code for outcome in outcomes} == {0}, outcomes
+        assert len({outcome.out for outcome in outcomes}) == 1, [outcome.out for outcome in outcomes]
+    assert re.fullmatch("[a-z]{3,9}( [0-9]+){1,2}", forms[0].out.strip()), forms[0].out

@@ -9,6 +9,7 @@ import torch
 from checkpoints import change_config
 from joint_distribution import SHAPE, TWO_TOKENS, enumerate_joint, exact_probabilities
 from mtp import Head, hidden_states
+from quantised import FORMATS, save_quantised, save_quantised_head
 from safetensors.torch import load_file, save_file
 from spmd import run_jobs
 from tiny import SMOOTH, greedy_oracle, random_tokens, save_family, save_llama
@@ -72,6 +73,23 @@ def test_logits_are_those_of_the_reference(tmp_path, family, parts):
         got = forward(ours, cache, tokens[1:], parts)
     want = head(tokens[1:], states[:-1], WINDOW)[1]
     assert len(got) == 400 > WINDOW and (got - want).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize(("family", "form"), [("qwen3.5", "gptq"), ("qwen3-next", "fp8"), ("qwen3.5-moe", "packed")])
+@pytest.mark.slow(keep=1)
+def test_a_head_in_few_bits_computes_with_the_numbers_that_these_stand_for(tmp_path, family, form):
+    model = save_quantised(tmp_path, FORMATS[form], family, seed=1)
+    head = Head(model, seed=2)
+    save_quantised_head(tmp_path, FORMATS[form], head)
+    target = Decoder.load(tmp_path, dtype=torch.float32, device=CPU)
+    ours, states = head_of(tmp_path, target), hidden_states(model, TEXT[:100])
+    cache = StreamingCache(ours, hidden_states=knowing(target, states))
+    cache.skip(1)
+    got, want = forward(ours, cache, TEXT[1:100], 99), head(TEXT[1:100], states[:-1])[1]
+    assert (got - want).abs().max() < 1e-4 * want.std()
+    engine = Engine.load(tmp_path, "mtp", device="cpu", dtype="float32", budget=64)
+    assert engine.generate(TEXT[:300], GREEDY, 20, ignore_eos=True).token_ids == greedy_oracle(model, TEXT[:300], 20)
+    engine.close()
 
 
 def test_drafts_go_on_from_the_heads_own_results(tmp_path):

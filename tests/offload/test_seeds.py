@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+from mtp import Head
+from quantised import FORMATS, save_quantised
 from spmd import run_jobs
 from tiny import random_tokens, save_families
 from triforce.kernels import Level, cpu_level, linear, padded_rows, use_kernels
@@ -19,7 +21,13 @@ PROMPT = random_tokens(620, seed=3)
 NEW_TOKENS = 24
 
 OTHERS = ("qwen2", "qwen3-bias", "qwen3-moe", "mixtral", "gemma3", "qwen3.5", "qwen3-next")
-FAMILIES = ("llama", "mistral-window", *OTHERS)
+IN_FEW_BITS = {"qwen3-moe": "packed-zeros", "mixtral": "fp8", "gemma3": "gptq-8-bits", "qwen3.5-moe": "gptq"}
+"""Families whose matrices are stored in few bits, too, and the format."""
+
+WITH_HEAD = ("qwen3.5-moe",)
+"""Of these, those with a multi-token-prediction head."""
+
+FAMILIES = ("llama", "mistral-window", *OTHERS, *(f"{family}-{form}" for family, form in IN_FEW_BITS.items()))
 compiled_products = pytest.mark.skipif(
     cpu_level() < Level.AVX512_BF16, reason="the compiled kernels are not installed, or not for this CPU"
 )
@@ -31,14 +39,22 @@ ARITHMETICS = [
 ]
 
 
-KEPT = ("0-llama-float32", "1-mistral-window-bfloat16, padded", "0-qwen3-bias-bfloat16, padded, plain")
+KEPT = (
+    *("0-llama-float32", "1-mistral-window-bfloat16, padded", "0-qwen3-bias-bfloat16, padded, plain"),
+    "0-qwen3.5-moe-gptq-bfloat16, padded",
+)
 """Cases of the fast tests: of each arithmetic that any CPU has one, and of each kind of attention."""
 
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory):
     """For each family a target and a draft that often agrees with it: the target's own first layers."""
-    return save_families(tmp_path_factory.mktemp("families"), FAMILIES)
+    root = save_families(tmp_path_factory.mktemp("families"), ("llama", "mistral-window", *OTHERS))
+    for family, form in IN_FEW_BITS.items():
+        model = save_quantised(root / f"{family}-{form}", FORMATS[form], family, seed=1, hidden_size=128, head_dim=32)
+        if family in WITH_HEAD:
+            Head(model, seed=2).save(root / f"{family}-{form}")
+    return root
 
 
 def random_settings(rng: random.Random) -> dict:
@@ -69,7 +85,8 @@ def texts(checkpoints, family: str, dtype: str, exact: str, plain: bool, seed: i
     rng = random.Random(f"{family} {dtype} {plain} {seed}")
     sampling, settings, tiers = random_sampling(rng), random_settings(rng), rng.choice([2, 3, 3])
     read_before = rng.choice([0, 100, 250, 500])
-    pair = checkpoints / family, checkpoints / "draft"
+    heads = ["mtp", "mtp,lookup"] if family.startswith(WITH_HEAD) else []
+    pair = checkpoints / family, rng.choice(heads or [checkpoints / "draft"])
     given: dict[str, Any] = {"device": "cpu", "dtype": dtype, "exact": exact}
     alone = {"tiers": 1, "resident": settings["resident"] if plain else None}
     threads, found = torch.get_num_threads(), []

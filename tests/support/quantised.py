@@ -14,7 +14,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors.torch import save_file
+from mtp import Head
+from safetensors.torch import load_file, save_file
 from tiny import save_family
 from transformers import PreTrainedModel
 
@@ -231,6 +232,27 @@ def save_quantised(
     written = json.loads((directory / "config.json").read_text())
     (directory / "config.json").write_text(json.dumps(written | {"quantization_config": config}))
     return model
+
+
+def save_quantised_head(directory: Path, form: Format, head: Head, seed: int = 0) -> None:
+    """Writes a multi-token-prediction head beside a model's weights, the matrices of its layer in the model's format;
+    `head` gets the numbers that they stand for."""
+    rng, tensors = np.random.default_rng(seed), head.tensors()
+    for name, parameter in head.layer.named_parameters():
+        stored_as = f"mtp.layers.0.{name}"
+        if ".experts." in name:
+            numbers = tensors.pop(stored_as).detach().clone()
+            tensors |= _stored_experts(form, stored_as, numbers, rng, is_mixtral=False)
+        elif name.endswith("_proj.weight"):
+            stored = form.store(rng, *tensors.pop(stored_as).shape)
+            ends = stored.tensors.items()
+            tensors |= {f"{stored_as.removesuffix('.weight')}.{end}": tensor for end, tensor in ends}
+            numbers = torch.from_numpy(stored.numbers)
+        else:
+            continue
+        parameter.data = numbers
+    path = directory / "model.safetensors"
+    save_file({name: x.contiguous().clone() for name, x in (load_file(path) | tensors).items()}, path)
 
 
 _HAS_FEW_OUTPUTS = re.compile(r"in_proj_(b|a|ba)\.|shared_expert_gate\.")

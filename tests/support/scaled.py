@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from tiny import save_family
+from tiny import FAMILIES, SMOOTH, save_family
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 LENGTHS = (20, 300)
@@ -42,10 +42,12 @@ ROPES = {
 
 
 def save_scaled(directory: Path, scaling: str, family: str = "llama", theta: float = 1000.0) -> PreTrainedModel:
-    """A random model with heads of 32 and one of `ROPES`, whose original context is 64."""
+    """A random model with heads of 32 and one of `ROPES`, whose original context is 64. What the family rotates of a
+    head is rotated still."""
     positions = 64 if scaling in ("linear", "dynamic") else 512
-    rope = ROPES[scaling] | {"rope_theta": theta}
-    return save_family(directory, family, head_dim=32, max_position_embeddings=positions, rope_parameters=rope)
+    usual = FAMILIES[family][1].get("rope_parameters", {})
+    given = {"head_dim": 32, "max_position_embeddings": positions} | SMOOTH.get(family, {})
+    return save_family(directory, family, **given, rope_parameters=usual | ROPES[scaling] | {"rope_theta": theta})
 
 
 @torch.inference_mode()

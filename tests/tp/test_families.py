@@ -48,7 +48,10 @@ def test_logits_under_every_rope_scaling_equal_transformers(tmp_path, scaling):
     assert_equal_logits(tmp_path, scaling)
 
 
-@pytest.mark.parametrize(("family", "scaling"), [("qwen2", "yarn"), ("qwen3", "yarn"), ("llama-tied", "llama3")])
+@pytest.mark.parametrize(
+    ("family", "scaling"),
+    [("qwen2", "yarn"), ("qwen3", "yarn"), ("llama-tied", "llama3"), ("qwen3.5", "yarn"), ("qwen3-next", "yarn")],
+)
 def test_logits_of_the_published_combinations_equal_transformers(tmp_path, family, scaling):
     save_scaled(tmp_path, scaling, family)
     assert_equal_logits(tmp_path)

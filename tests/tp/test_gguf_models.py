@@ -14,9 +14,9 @@ from tiny import LLAMA3, greedy_oracle, save_llama
 gguf = pytest.importorskip("gguf", reason="the package gguf writes the files")
 
 from gguf import GGMLQuantizationType as Form  # noqa: E402
-from gguf_files import save_gguf, vocabulary  # noqa: E402
+from gguf_files import HYBRIDS, save_gguf, vocabulary  # noqa: E402
 from triforce.kernels import use_kernels  # noqa: E402
-from triforce.offload import Engine, Sampling  # noqa: E402
+from triforce.offload import ContextRequest, ContextStore, Engine, Request, Sampling  # noqa: E402
 from triforce.offload.caches.full import FullCache  # noqa: E402
 from triforce.tp.decoder import Decoder  # noqa: E402
 from triforce.tp.errors import ModelError  # noqa: E402
@@ -69,6 +69,30 @@ def test_greedy_text_is_that_of_transformers_with_the_numbers(tmp_path, family, 
             target, tmp_path / "draft", device="cpu", dtype="float32", tiers=tiers, resident=resident, budget=64
         )
         assert engine.generate(PROMPT, Sampling(0.0), 30).token_ids == want
+
+
+@pytest.mark.parametrize("family", ["qwen3-moe", "mixtral", "gemma3", *HYBRIDS])
+@pytest.mark.slow(keep=1)
+def test_texts_together_and_of_a_saved_context_are_those_of_transformers(tmp_path, family):
+    model = save_gguf(tmp_path / "target", family, all_in(Form.Q8_0), seed=1, predicting=family in HYBRIDS)
+    target, store = find_model(tmp_path / "target.gguf"), ContextStore(tmp_path / "contexts", segment_tokens=64)
+    draft = "mtp,lookup" if family in HYBRIDS else "lookup"
+    given: dict[str, Any] = {"device": "cpu", "dtype": "float32", "store": store, "budget": 64}
+    Engine.load(target, draft, **given).read(PROMPT[:250], "book")
+    prompts = [PROMPT, PROMPT[:180], [*PROMPT[:64], *PROMPT[:30]], PROMPT[:1]]
+    for resident in (None, 0.0):
+        engine = Engine.load(target, draft, resident=resident, **given)
+        batch = engine.batch(
+            [Request(prompt, Sampling(0.0), 12, ignore_eos=True) for prompt in prompts], contexts=ContextRequest("book")
+        )
+        for _ in batch:
+            pass
+        found = [sequence.statistics for sequence in batch.sequences]
+        assert [one.token_ids for one in found] == [greedy_oracle(model, prompt, 12) for prompt in prompts]
+        assert found[0].reused_tokens == 250
+        turn = [*PROMPT, *found[0].token_ids, *PROMPT[30:50]]
+        assert engine.generate(turn, Sampling(0.0), 12, ignore_eos=True).token_ids == greedy_oracle(model, turn, 12)
+        engine.close()
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from tiny import SMOOTH, greedy_oracle, random_tokens, save_family, save_llama
 from triforce.kernels.delta_rule import DeltaWeights
 from triforce.kernels.selection import padded_rows, use_kernels
 from triforce.offload import Engine, Request, Sampling
+from triforce.offload.caches import states as states_module
 from triforce.offload.caches.full import FullCache
 from triforce.offload.caches.states import KEPT, States
 from triforce.offload.planning.request import RunRequest
@@ -76,6 +77,33 @@ def test_tokens_of_a_pass_are_taken_back_one_by_one(hybrid):
     assert whole.states and cache.states
     for ours, theirs in zip(cache.states._working, whole.states._working, strict=True):
         assert torch.equal(ours.state, theirs.state) and torch.equal(ours.past, theirs.past)
+
+
+@pytest.mark.parametrize("taken", [0, 1, 5, 12])
+@torch.inference_mode()
+def test_what_is_taken_back_costs_one_more_pass_of_the_others_over_the_states(hybrid, monkeypatch, taken):
+    """In bytes: the state is read and written once more, and what was kept of the tokens that stay is read."""
+    root, _ = hybrid
+    decoder = Decoder.load(root / "target", dtype=torch.float32, device=CPU)
+    cache, steps, moved = cache_of(decoder), states_module.delta_steps, 0
+
+    def counted(inputs, gates, weights, state, *, wanted, saved):
+        nonlocal moved
+        moved += inputs.nbytes + gates.nbytes + state.nbytes * (1 + len(saved))
+        return steps(inputs, gates, weights, state, wanted=wanted, saved=saved)
+
+    decoder.forward(torch.tensor(BOOK[:500]), cache)
+    decoder.forward(torch.tensor(BOOK[500:513]), cache)
+    cache.rollback(513 - taken)
+    monkeypatch.setattr(states_module, "delta_steps", counted)
+    decoder.forward(torch.tensor(BOOK[513 - taken : 526 - taken]), cache)
+    linear = decoder.config.linear
+    assert linear
+    of_layer = linear.state_bytes(torch.float32) // len(linear.layers)
+    past = 4 * (linear.kernel - 1) * linear.channels
+    one_pass = 13 * linear.row_bytes(torch.float32) + len(linear.layers) * (2 * of_layer - past)
+    again = (13 - taken) * linear.row_bytes(torch.float32) + len(linear.layers) * (2 * of_layer - past)
+    assert moved == one_pass + (again if taken else 0)
 
 
 def test_a_state_that_is_gone_is_not_gone_on_from(hybrid):
@@ -222,12 +250,12 @@ def test_ranks_that_cannot_share_key_heads_are_refused(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("draft", ["qwen3.5", "llama"])
-def test_every_outcome_adds_up_to_the_target_distribution(tmp_path, draft):
+@pytest.mark.parametrize(("family", "draft"), [("qwen3.5", "qwen3.5"), ("qwen3.5", "llama"), ("qwen3-next", "llama")])
+def test_every_outcome_adds_up_to_the_target_distribution(tmp_path, family, draft):
     """Three tiers, whose random choices have two outcomes each; the draft has states of its own, or none."""
     shape = SHAPE | {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"], "head_dim": 16}
     shape |= {"linear_num_key_heads": 1, "linear_num_value_heads": 2, "linear_key_head_dim": 8}
-    model = save_family(tmp_path / "target", "qwen3.5", seed=1, **(shape | {"linear_value_head_dim": 8}))
+    model = save_family(tmp_path / "target", family, seed=1, **(shape | {"linear_value_head_dim": 8}))
     of_draft = shape | {"linear_value_head_dim": 8} if draft == "qwen3.5" else SHAPE
     save_family(tmp_path / "draft", draft, seed=2, **of_draft)
     given: dict[str, Any] = {"draft_length": 1, "block_length": 2, "budget": 16, "chunk_size": 4, "dtype": "float32"}

@@ -1,7 +1,7 @@
 """Random histories of requests to one run after another: they join in every round, are ended in every phase, start from
 saved contexts, save them, are refused, and go on from what was answered; runs are interrupted, or broken off in a pass.
-Each text is the one it has alone. Of the models one has sliding windows in all layers, one in some, one linear
-attention, and one rotates keys by a prompt's length.
+Each text is the one it has alone. Of the models one has sliding windows in all layers, one in some, two linear
+attention, one of them with experts, one has experts in four bits, and one rotates keys by a prompt's length.
 
     python tests/support/simulator/texts.py --histories 2000
     python tests/support/simulator/texts.py --histories 200 --real
@@ -42,6 +42,8 @@ from triforce.offload.transfer.host import HOST
 from triforce.tp.weights.registry import MTP
 
 sys.path.append(str(Path(__file__).parents[1]))  # where the next one is, if this is run as a script
+from mtp import Head
+from quantised import FORMATS, save_quantised
 from spmd import run_forks
 from tiny import random_tokens, save_family, save_llama
 
@@ -60,6 +62,8 @@ def save_models(root: Path) -> Path:
     """Tiny targets, and a tiny draft for them."""
     save_pair(root)
     save_family(root / "window", "mistral-window", seed=1)
+    save_quantised(root / "experts", FORMATS["gptq"], "qwen3-moe", seed=1)
+    Head(save_family(root / "states-experts", "qwen3-next", seed=1), seed=2).save(root / "states-experts")
     dynamic = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
     kind = {"num_key_value_heads": 2, "max_position_embeddings": ORIGINAL, "rope_parameters": dynamic}
     save_llama(root / "dynamic", seed=1, **kind)
@@ -277,7 +281,8 @@ def play(models: Path, seed: int, *, ranks: int = 1, real: bool = False) -> int:
 
 def _play(models: Path, seed: int, folder: Path, ranks: int, real: bool) -> int:
     chance = random.Random(seed)
-    target = models / chance.choice(["target", "states", "window", "dynamic", "windows", "states"])
+    names = ["target", "states", "window", "dynamic", "windows", "states-experts", "experts"]
+    target = models / chance.choice(names)
     settings: dict[str, Any] = {
         "tiers": chance.choice([1, 2, 3, 3]),
         "resident": chance.choice([None, 0, 1e-4]),
@@ -287,7 +292,7 @@ def _play(models: Path, seed: int, folder: Path, ranks: int, real: bool) -> int:
         "exact": "on",
         "room": chance.choice([0, 300]),
     }
-    if target.name == "states":
+    if target.name.startswith("states"):
         settings["draft"] = chance.choice([settings["draft"], MTP, f"{MTP},lookup"])
     if chance.random() < 0.3:  # not all that has ended can stay
         asked = replace(request_of(target, settings | {"dtype": "float32"}, LONGEST, ranks), gpu_bytes=None)
