@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
@@ -53,38 +53,39 @@ def linear(
         )
         return product if onto is None else onto.add_(product)
     outputs, inputs = weight.shape
-    given = weight.data_ptr(), _address(bias), None
+    given = weight.data_ptr(), _address(bias), None, 1
     return _normed(kernels.triforce_linear, x, norm, eps, given, onto, (inputs, outputs), outputs)
 
 
 def held_linear(
     x: Tensor,
-    held: QuantisedCall,
+    held: ctypes.Array[QuantisedCall],
     bias: Tensor | None = None,
     *,
     norm: Tensor | None = None,
     eps: float = 0.0,
     onto: Tensor | None = None,
 ) -> Tensor | None:
-    """`linear` in bfloat16 with a matrix in few bits, whose numbers are made in the product with the rows of a step;
-    `None` where no compiled kernel computes that. The result is that of `linear` with its numbers, bit by bit where
-    all are finite."""
-    kernels = _kernels_for_held(x, held.inputs, onto, bias, norm)
+    """`linear` in bfloat16 with matrices in few bits, whose outputs follow one another and whose numbers are made in the
+    product with the rows of a step; `None` where no compiled kernel computes that. The result is that of `linear` with
+    their numbers, bit by bit where all are finite."""
+    inputs, outputs = held[0].inputs, sum(one.outputs for one in held)
+    kernels = _kernels_for_held(x, inputs, onto, bias, norm)
     if kernels is None:
         return None
-    given = None, _address(bias), ctypes.byref(held)
-    return _normed(kernels.triforce_linear, x, norm, eps, given, onto, (held.inputs, held.outputs), held.outputs)
+    given = None, _address(bias), held, len(held)
+    return _normed(kernels.triforce_linear, x, norm, eps, given, onto, (inputs, outputs), outputs)
 
 
 def held_gated_mlp(
-    x: Tensor, norm: Tensor | None, eps: float, held: Sequence[QuantisedCall], *, onto: Tensor | None = None
+    x: Tensor, norm: Tensor | None, eps: float, held: ctypes.Array[QuantisedCall], *, onto: Tensor | None = None
 ) -> Tensor | None:
     """`gated_mlp` in bfloat16 with gate, up and down in few bits, with or without a norm; see `held_linear`."""
     gate, up, down = held
     kernels = _kernels_for_held(x, gate.inputs, onto, norm)
     if kernels is None or (up.inputs, up.outputs, down.inputs) != (gate.inputs, gate.outputs, gate.outputs):
         return None
-    given = None, None, (QuantisedCall * 3)(*held)
+    given = None, None, held, len(held)
     return _normed(kernels.triforce_gated_mlp, x, norm, eps, given, onto, (gate.inputs, gate.outputs), down.outputs)
 
 
@@ -173,7 +174,7 @@ def gated_mlp(
         result = _by_tiles(plain, x)
         return result if onto is None else onto.add_(result)
     hidden, width = down.shape
-    given = gate_up.data_ptr(), down.data_ptr(), None
+    given = gate_up.data_ptr(), down.data_ptr(), None, 0
     return _normed(kernels.triforce_gated_mlp, x, norm, eps, given, onto, (hidden, width), hidden)
 
 
@@ -213,13 +214,13 @@ def _normed(
     x: Tensor,
     norm: Tensor | None,
     eps: float,
-    given: tuple[Any, Any, Any],
+    given: tuple[Any, Any, Any, int],
     onto: Tensor | None,
     sizes: tuple[int, int],
     outputs: int,
 ) -> Tensor:
     """Calls `triforce_linear` or `triforce_gated_mlp`, which take the same arguments but for `given`: matrix and bias,
-    or two matrices, and what holds them in few bits."""
+    or two matrices, and what holds them in few bits, in how many parts."""
     out = torch.empty((x.shape[0], outputs), dtype=x.dtype, device=x.device) if onto is None else onto
     failed = call(
         kernel,

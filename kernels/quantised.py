@@ -99,8 +99,7 @@ class QuantisedMatrix(ABC):
         kernels, level = loaded(), cpu_level() if level is None else level
         assert kernels is not None
         is_bf16 = out.dtype == torch.bfloat16
-        held = ctypes.byref(self.described)
-        if call(kernels.triforce_expand, held, out.data_ptr(), is_bf16, level, threads()):
+        if call(kernels.triforce_expand, self.described, out.data_ptr(), is_bf16, level, threads()):
             raise ValueError(f"this processor has not the instructions of level {level}")
 
     def product_compiled(self, x: Tensor) -> Tensor:
@@ -109,8 +108,10 @@ class QuantisedMatrix(ABC):
         kernels = loaded()
         assert kernels is not None
         out = x.new_empty(len(x), self.shape[0], dtype=torch.float32)
-        held, rows, is_bf16 = ctypes.byref(self.described), x.float().contiguous(), x.dtype == torch.bfloat16
-        failed = call(kernels.triforce_product, held, rows.data_ptr(), len(x), out.data_ptr(), is_bf16, threads())
+        rows, is_bf16 = x.float().contiguous(), x.dtype == torch.bfloat16
+        failed = call(
+            kernels.triforce_product, self.described, rows.data_ptr(), len(x), out.data_ptr(), is_bf16, threads()
+        )
         if failed:
             raise MemoryError if failed == 1 else ValueError("this processor has not the instructions of AVX2")
         return out
@@ -129,9 +130,9 @@ class QuantisedMatrix(ABC):
         """Those of it, in float32."""
 
     @cached_property
-    def described(self) -> QuantisedCall:
+    def described(self) -> ctypes.Array[QuantisedCall]:
         """What the compiled kernels are told of it: addresses, good as long as it lives."""
-        return self._describe()
+        return (QuantisedCall * 1)(self._describe())
 
     def __getstate__(self) -> dict[str, Any]:
         """What a copy takes over: no addresses."""
@@ -434,7 +435,23 @@ def quantised_mlp(
     step; else `None`."""
     if x.dtype != torch.bfloat16 or not on_cpu(x.device):
         return None
-    return held_gated_mlp(x, norm, eps, [one.described for one in matrices], onto=onto)
+    return held_gated_mlp(x, norm, eps, _described(matrices), onto=onto)
+
+
+def joint_linear(
+    x: Tensor,
+    matrices: Sequence[QuantisedMatrix],
+    bias: Tensor | None,
+    *,
+    norm: Tensor | None,
+    eps: float,
+    onto: Tensor | None,
+) -> Tensor | None:
+    """`quantised_linear` with matrices whose outputs follow one another, where one compiled kernel computes it for the
+    rows of a step; else `None`."""
+    if x.dtype != torch.bfloat16 or len(x) > STEP_ROWS or not on_cpu(x.device):
+        return None
+    return held_linear(x, _described(matrices), bias, norm=norm, eps=eps, onto=onto)
 
 
 def described_experts(matrices: Sequence[QuantisedMatrix]) -> ctypes.Array[QuantisedCall] | None:
@@ -443,7 +460,11 @@ def described_experts(matrices: Sequence[QuantisedMatrix]) -> ctypes.Array[Quant
     gate, _, down = (one.shape for one in matrices[:3])
     if down[::-1] != gate or any(one.shape != (gate, gate, down)[i % 3] for i, one in enumerate(matrices)):
         return None
-    return (QuantisedCall * len(matrices))(*(one.described for one in matrices))
+    return _described(matrices)
+
+
+def _described(matrices: Sequence[QuantisedMatrix]) -> ctypes.Array[QuantisedCall]:
+    return (QuantisedCall * len(matrices))(*(one.described[0] for one in matrices))
 
 
 def quantised_experts(x: Tensor, experts: ctypes.Array[QuantisedCall], ids: Tensor, shares: Tensor) -> Tensor | None:

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -28,6 +28,7 @@ from ..kernels.quantised import (
     described_experts,
     expansion_bytes,
     joined,
+    joint_linear,
     quantised_experts,
     quantised_linear,
     quantised_mlp,
@@ -217,6 +218,11 @@ class QuantisedWeight:
     ) -> Tensor:
         if len(self.parts) == 1:
             return _product(rows, self.parts[0], self.bias, norm, eps, onto)
+        in_few_bits = [part for part in self.parts if isinstance(part, QuantisedMatrix)]
+        if len(in_few_bits) == len(self.parts):
+            joint = joint_linear(rows, in_few_bits, self.bias, norm=norm, eps=eps, onto=onto)
+            if joint is not None:
+                return joint
         sizes = [part.shape[0] for part in self.parts]
         biases = [None] * len(sizes) if self.bias is None else self.bias.split(sizes)
         both = zip(self.parts, biases, strict=True)
@@ -391,6 +397,10 @@ class ExpertMlps:
             if found is not None:
                 return found
         return self._one_by_one(rows, shares, of_experts)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What a copy takes over: no addresses."""
+        return {name: value for name, value in vars(self).items() if name != "_described"}
 
     @cached_property
     def _described(self) -> ctypes.Array[QuantisedCall] | None:

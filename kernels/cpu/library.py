@@ -142,7 +142,7 @@ def _declare(kernels: ctypes.CDLL) -> None:
     quantised = ctypes.POINTER(QuantisedCall)
     for kernel in (kernels.triforce_linear, kernels.triforce_gated_mlp):
         kernel.argtypes = [
-            *(pointer, count, pointer, real, pointer, pointer, quantised, pointer, flag),
+            *(pointer, count, pointer, real, pointer, pointer, quantised, count, pointer, flag),
             *(count, count, count, flag, flag, flag),
         ]
     kernels.triforce_expert_mlps.argtypes = [

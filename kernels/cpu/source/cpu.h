@@ -116,17 +116,18 @@ typedef struct {
 
 /* `out[r] = w · norm(x[r]) + bias`: `x` has `n` rows of `inputs`, `stride` apart, `w` is `[outputs, inputs]`; `norm` (an
  * RMS norm's weight) and `bias` may be NULL. With `adds` that is added to what `out` holds, which `x` is no part of. In bfloat16
- * `held` may be what holds the matrix, or else NULL. 1 if memory ran out, else 0. */
+ * `held` may be what holds the matrix, in one or several parts whose outputs follow one another, or else NULL. 1 if memory ran
+ * out, else 0. */
 EXPORT int triforce_linear(const void *x, int64_t stride, const void *norm, float eps, const void *w, const void *bias,
-                           const Quantised *held, void *out, int adds, int64_t n, int64_t inputs, int64_t outputs,
-                           int is_bf16, int level, int threads);
+                           const Quantised *held, int64_t matrices, void *out, int adds, int64_t n, int64_t inputs,
+                           int64_t outputs, int is_bf16, int level, int threads);
 
 /* `out[r] = down · (silu(gate · y) * (up · y))` of `y = norm(x[r])`: `gate_up` is `[2 * width, hidden]`, `down`
  * `[hidden, width]`; in bfloat16 `held` may be what holds the three of them, or else NULL. With `adds` that is added to what
  * `out` holds, which may be `x`. 1 if memory ran out, else 0. */
 EXPORT int triforce_gated_mlp(const void *x, int64_t stride, const void *norm, float eps, const void *gate_up,
-                              const void *down, const Quantised *held, void *out, int adds, int64_t n, int64_t hidden,
-                              int64_t width, int is_bf16, int level, int threads);
+                              const void *down, const Quantised *held, int64_t matrices, void *out, int adds, int64_t n,
+                              int64_t hidden, int64_t width, int is_bf16, int level, int threads);
 
 /* `out[r]`, float32, is the sum of the MLPs of the experts of row r of `x` [n][hidden], bfloat16, each rounded to bfloat16 and times
  * its share, in the order of their numbers: `ids` and `shares` are [n][used], and `held` is gate, up and down of each of `count`

@@ -201,10 +201,10 @@ INLINE void add_part(void *out, const void *product, int64_t n, int64_t outputs,
 }
 
 INLINE int linear(const void *x, int64_t stride, const void *norm, float eps, const void *numbers, const Quantised *held,
-                  const void *bias, void *out, int adds, int64_t n, int64_t inputs, int64_t outputs, int is_bf16, int level,
-                  int threads)
+                  int64_t matrices, const void *bias, void *out, int adds, int64_t n, int64_t inputs, int64_t outputs, int is_bf16,
+                  int level, int threads)
 {
-    const Weights w = {numbers, held, outputs};
+    const Weights w = {numbers, held, held ? held->outputs : outputs};
     const int64_t size = is_bf16 ? 2 : 4, copied = norm || stride != inputs ? n * inputs * size : 0;
     const int64_t apart = adds ? n * outputs * size : 0;
     threads = threads_for(outputs * inputs * size, threads);
@@ -222,11 +222,16 @@ INLINE int linear(const void *x, int64_t stride, const void *norm, float eps, co
     lay_out(&input, x);
 #pragma omp parallel num_threads(threads) if (threads > 1)
     {
-        int64_t first, stop;
-        share(&input, outputs, &first, &stop);
-        part(&input, &w, bias, product, outputs, first, stop, is_bf16);
-        if (adds)
-            add_part(out, product, n, outputs, first, stop, is_bf16);
+        int64_t done = 0, first, stop;
+        for (int64_t m = 0; m < matrices; m++) {
+            const Weights one = {numbers, held ? held + m : NULL, held ? held[m].outputs : outputs};
+            share(&input, one.outputs, &first, &stop);
+            const void *added = bias ? at(bias, done, is_bf16) : NULL;
+            part(&input, &one, added, (void *)at(product, done, is_bf16), outputs, first, stop, is_bf16);
+            if (adds)
+                add_part(out, product, n, outputs, done + first, done + stop, is_bf16);
+            done += one.outputs;
+        }
     }
     free(rows);
     return 0;
@@ -440,17 +445,18 @@ INLINE void rotate(const void *x, int64_t head_stride, int64_t row_stride, const
 /* Each is compiled twice, once per input type, so that the type is a constant there. */
 
 int triforce_linear(const void *x, int64_t stride, const void *norm, float eps, const void *w, const void *bias,
-                    const Quantised *held, void *out, int adds, int64_t n, int64_t inputs, int64_t outputs, int is_bf16,
-                    int level, int threads)
+                    const Quantised *held, int64_t matrices, void *out, int adds, int64_t n, int64_t inputs, int64_t outputs,
+                    int is_bf16, int level, int threads)
 {
-    return is_bf16 ? linear(x, stride, norm, eps, w, held, bias, out, adds, n, inputs, outputs, 1, level, threads)
-                   : linear(x, stride, norm, eps, w, held, bias, out, adds, n, inputs, outputs, 0, level, threads);
+    return is_bf16 ? linear(x, stride, norm, eps, w, held, matrices, bias, out, adds, n, inputs, outputs, 1, level, threads)
+                   : linear(x, stride, norm, eps, w, held, matrices, bias, out, adds, n, inputs, outputs, 0, level, threads);
 }
 
 int triforce_gated_mlp(const void *x, int64_t stride, const void *norm, float eps, const void *gate_up, const void *down,
-                       const Quantised *held, void *out, int adds, int64_t n, int64_t hidden, int64_t width, int is_bf16,
-                       int level, int threads)
+                       const Quantised *held, int64_t matrices, void *out, int adds, int64_t n, int64_t hidden, int64_t width,
+                       int is_bf16, int level, int threads)
 {
+    (void)matrices; /* three, where any are held */
     const Weights gate = {gate_up, held, width}, lower = {down, held ? held + 2 : NULL, hidden};
     const Weights up = {held ? NULL : at(gate_up, width * hidden, is_bf16), held ? held + 1 : NULL, width};
     return is_bf16 ? gated_mlp(x, stride, norm, eps, &gate, &up, &lower, out, adds, n, hidden, width, 1, level, threads)
