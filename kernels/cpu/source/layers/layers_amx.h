@@ -190,6 +190,9 @@ AMX void amx_linear_part(
     const int64_t tiles = (inputs + PAIRED - 1) / PAIRED, whole = tiles * PAIRED;
     const int width = amx_width(n);
     float sums[AMX_OUTPUTS * AMX_OUTPUTS] __attribute__((aligned(64)));
+    for (int64_t o = first; w->held && o < first + AMX_OUTPUTS; o += 2) /* nothing before has fetched these */
+        for (int64_t i = 0; i < 2; i++)
+            amx_fetch_part(w->held, o, i, 2);
     for (int64_t o = first; o < stop; o += AMX_OUTPUTS) {
         const int64_t count = stop - o < AMX_OUTPUTS ? stop - o : AMX_OUTPUTS;
         const bf16 *matrix = (const bf16 *)w->numbers + o * inputs;
