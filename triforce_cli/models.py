@@ -111,7 +111,7 @@ def describe(preset: Preset) -> ModelRow:
     return replace(
         row,
         context=context,
-        weight_bytes=plan.weights,
+        weight_bytes=plan.weights + plan.embedding,
         kv_bytes=plan.kv,
         fits=plan.fits,
         fitting_tokens=context if plan.fits else largest_context(plan.request),

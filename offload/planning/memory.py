@@ -55,7 +55,7 @@ def plan_here(
     host = psutil.virtual_memory().available // ranks.local_size + given_back_on_host
     own = given_back
     if held is not None:
-        host += request.process_bytes
+        host += request.process_bytes + bare.embedding
         own += bare.weights + min(held.get("rope", 0), bare.rope)
     most = sys.maxsize
     if request.settings.host_memory is not None:

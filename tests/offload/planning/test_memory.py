@@ -184,7 +184,7 @@ def test_what_a_process_has_on_a_gpu_is_available_to_its_next_run(tmp_path):
 
     total, others, cache, running = 24 * 2**30, 3 * 2**30, 2**30, 5 * 2**30
     request = request_of(tmp_path, context=100_000, gpus=2)
-    plan = make_plan(request)
+    plan = make_plan(replace(request, gpu_bytes=total))
     held = {"weights": plan.weights, "rope": plan.rope, "resident_kv": cache + running}
     reserve = left_free(total, 2)
     for on_device in (False, True):
