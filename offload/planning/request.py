@@ -50,8 +50,10 @@ class RunRequest:
     kernels: bool = True
     """Whether the device has kernels of this project: compiled ones on a CPU, or on a GPU Triton's, of which attention
     reads a layer of many blocks as one."""
+    makes_numbers: bool = False
+    """Whether a step makes numbers of matrices in few bits within its products, and takes no memory for them."""
     locks_embedding: bool = True
-    """Whether the system locks host memory for embeddings that a GPU need not have; see `host_embedding`."""
+    """Whether the system locks host memory for embeddings, and the device reads it; see `host_embedding`."""
     shared: int = 0
     """Tokens of the context that the cache of another sequence holds."""
     shared_streams: bool = False

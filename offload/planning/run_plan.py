@@ -682,8 +682,9 @@ def _step_bytes(request: RunRequest, placement: Placement, draft_tokens: int, se
     rows = sequences * (draft_tokens + 1)
     partial = rows * part.num_heads * (part.head_dim + 2) * 4
     layer = rows * _row_bytes(request, part) + min(MOST_PARTS, -(-request.context // KEYS_PER_SPLIT) * partial)
-    models = [request.matrices, *([request.small_matrices] if request.small_matrices else [])]
-    layer += max(one.expansion_bytes(request.dtype, is_step=True) for one in models)
+    if not request.makes_numbers:
+        models = [request.matrices, *([request.small_matrices] if request.small_matrices else [])]
+        layer += max(one.expansion_bytes(request.dtype, is_step=True) for one in models)
     together = min(rows, max(1, (GPU_NUMBERS if request.on_gpu else CPU_NUMBERS) // vocab))
     sampling = 4 * vocab * (2 * rows + max(SORTING * together, draft_tokens + 1))  # the second of what is logged
     drafted = 4 * vocab * sequences * draft_tokens

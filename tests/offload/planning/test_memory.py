@@ -171,7 +171,7 @@ def test_ranks_agree_on_the_least_memory(tmp_path, monkeypatch):
     request = request_of(tmp_path)
     plan = plan_here(request, CPU, TwoRanks(0, 2, 2), held={}, given_back=2**30)
     held = 2**30 + LIMITS.runtime_bytes + make_plan(request).weights
-    assert asked == [[6 * 2**30 + held, packs_fast(CPU)]], "half of the host's, and what this rank holds already"
+    assert asked == [[6 * 2**30 + held, packs_fast(CPU), 0]], "half of the host's, and what this rank holds already"
     assert plan.request.host_bytes == 5 * 2**30 and plan.request.gpu_bytes is None
 
 
@@ -184,7 +184,7 @@ def test_what_a_process_has_on_a_gpu_is_available_to_its_next_run(tmp_path):
 
     total, others, cache, running = 24 * 2**30, 3 * 2**30, 2**30, 5 * 2**30
     request = request_of(tmp_path, context=100_000, gpus=2)
-    plan = make_plan(replace(request, gpu_bytes=total))
+    plan = make_plan(request)
     held = {"weights": plan.weights, "rope": plan.rope, "resident_kv": cache + running}
     reserve = left_free(total, 2)
     for on_device in (False, True):
