@@ -294,7 +294,8 @@ def _few_bits_on_cpu() -> str:
     if level >= Level.AVX512_BF16:
         return "made in the product in bfloat16, expanded before it in float32"
     if level >= Level.AVX2:
-        return "made in the product in bfloat16 and, of GGUF's blocks but Q8_0 and Q4_0, in float32; else expanded before it"
+        blocks = "of GGUF's blocks but Q8_0 and Q4_0"
+        return f"made in the product in bfloat16 and, {blocks}, in float32; else expanded before it"
     return "expanded before each product"
 
 
