@@ -304,12 +304,14 @@ def memory(device: str, quick: bool) -> Iterator[tuple[str, Any]]:
     most that the process has held."""
     yield "shape", "embedded" if quick else SHAPE  # before anything can fail
     import torch
+    from triforce.kernels.host_rows import reads_host_memory
     from triforce.offload import Engine, Sampling
     from triforce.offload.held import bytes_by_part
     from triforce.offload.planning.memory import host_peak_bytes
     from triforce.offload.planning.run_plan import RunPlan
     from triforce.offload.settings import Settings
     from triforce.offload.shape_steps import RandomWeights
+    from triforce.offload.transfer.link import make_link
     from triforce.tp.decoder import Decoder
     from triforce.tp.weights.registry import PRESETS
 
@@ -342,8 +344,9 @@ def memory(device: str, quick: bool) -> Iterator[tuple[str, Any]]:
     torch.zeros(1, device=where)  # after which the process has what CUDA takes for itself
     yield "before", on_device()
     target, draft = PRESETS["embedded" if quick else SHAPE].configs()
-    weights = RandomWeights(target.dtype, where)
-    decoders = [Decoder(config, weights, where) for config in (target, draft)]  # pyright: ignore[reportArgumentType]
+    weights: Any = RandomWeights(target.dtype, where)
+    of_embeddings = make_link(where).host_memory if reads_host_memory(where) else None
+    decoders = [Decoder(config, weights, where, host_memory=of_embeddings) for config in (target, draft)]
     engine = Engine(decoders[0], decoders[1], Settings(budget=budget))
     plan = engine.plan(tokens + new_tokens, answer=new_tokens)
     yield "tokens", {"prompt": tokens, "new": new_tokens, "budget": plan.budget, "streamed_kv": plan.streamed_kv}

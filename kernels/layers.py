@@ -198,6 +198,12 @@ def steps_are_compiled(device: torch.device, dtype: torch.dtype, head_dim: int) 
     return layers and compiled_attention(dtype, head_dim) and selected().attention in (None, "compiled")
 
 
+def steps_make_numbers(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether a step's product with any matrix in few bits makes its numbers as it goes (`held_linear`): then no memory
+    is taken for them."""
+    return dtype == torch.bfloat16 and _kernels(device, dtype, selected().layers) is not None
+
+
 def products_are_independent(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether a row of a step has the same product with a matrix, bit by bit, whatever rows come with it."""
     return _kernels(device, dtype, selected().layers) is not None or selected().padded

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Self
@@ -67,11 +67,11 @@ class QuantisedMatrix(ABC):
 
     def outputs(self, part: slice) -> Self:
         """Some of its outputs, in the same memory."""
-        return self._of(part)
+        return self.with_rows(lambda held: held[part])
 
     def rows(self, ids: Tensor) -> Self:
         """A copy of the outputs `ids`, int64 `[n]`, in their order."""
-        return self._of(ids)
+        return self.with_rows(lambda held: held[ids])
 
     def expand(self, dtype: torch.dtype) -> Tensor:
         """Its numbers: `[outputs, inputs]` in `dtype`, contiguous."""
@@ -122,8 +122,8 @@ class QuantisedMatrix(ABC):
         times what is chosen of it: `[parts, n * each, outputs]`."""
 
     @abstractmethod
-    def _of(self, part: slice | Tensor) -> Self:
-        """Those of its outputs."""
+    def with_rows(self, change: Callable[[Tensor], Tensor]) -> Self:
+        """One that holds other rows: what `change` makes of each tensor of which an output has a row."""
 
     @abstractmethod
     def _numbers(self) -> Tensor:
@@ -177,9 +177,9 @@ class GroupedMatrix(QuantisedMatrix):
             if isinstance(held, Tensor):
                 yield held
 
-    def _of(self, part: slice | Tensor) -> Self:
-        zeros = self.zeros if isinstance(self.zeros, int) else self.zeros[part]
-        return replace(self, values=self.values[part], scales=self.scales[part], zeros=zeros)
+    def with_rows(self, change: Callable[[Tensor], Tensor]) -> Self:
+        zeros = self.zeros if isinstance(self.zeros, int) else change(self.zeros)
+        return replace(self, values=change(self.values), scales=change(self.scales), zeros=zeros)
 
     def _numbers(self) -> Tensor:
         values, scales = self.values, self.scales.float()
@@ -295,8 +295,8 @@ class BlockMatrix(QuantisedMatrix):
     def tensors(self) -> Iterator[Tensor]:
         yield self.blocks
 
-    def _of(self, part: slice | Tensor) -> Self:
-        return replace(self, blocks=self.blocks[part])
+    def with_rows(self, change: Callable[[Tensor], Tensor]) -> Self:
+        return replace(self, blocks=change(self.blocks))
 
     def _numbers(self) -> Tensor:
         form = self.layout

@@ -75,6 +75,8 @@ class Engine:
             check_draft(target.config, draft.config)
         self.target, self.draft, self.settings, self.system = target, draft, settings, system
         self._names = names
+        spared = not any(one.has_embedding_to_spare for one in (target, draft) if one)
+        self._locks_embedding = target.ranks.least([int(spared)], patiently=True) == [1]  # ranks make the same plan
         self._kept = KeptCache(target, settings.link_gbps, system, draft)
         self._capture = capture_for(target.device, target.ranks)
         self._graphs = Graphs()  # of the last run
@@ -159,15 +161,18 @@ class Engine:
         request = RunRequest(target_config, draft_config, kind, capacity or 1, settings, ranks.size, limits=limits)
         store = store or user_store()
         memory = system.device_memory
-        plan_here(request, where, ranks, free_disk=store.free_bytes, device_memory=memory).check()
+        plan = plan_here(request, where, ranks, free_disk=store.free_bytes, device_memory=memory)
+        plan.check()
         ranks.share(None)  # no rank loads before every rank has found that there is room
-        tiling = limits.tiling
+        given: dict[str, Any] = {"tiling": limits.tiling}
+        if plan.embedding:
+            given["host_memory"] = system.make_link(where, None).host_memory
         of_head = Checkpoint(target_directory, kind, where, further_tokens=True) if has_head else None
-        target = Decoder.load(target_directory, target_config, dtype=kind, device=where, ranks=ranks, tiling=tiling)
+        target = Decoder.load(target_directory, target_config, dtype=kind, device=where, ranks=ranks, **given)
         if of_head:
             small = Decoder.mtp_head(of_head, target)
         else:
-            small = Decoder.load(draft_directory, dtype=kind, device=where, tiling=tiling) if draft_directory else None
+            small = Decoder.load(draft_directory, dtype=kind, device=where, **given) if draft_directory else None
         names = str(model), str(draft or model) if small or lookup else None
         engine = cls(target, small, settings, names, system)
         engine.contexts = ModelContexts(store, target_directory, str(model), target, settings.pack)
@@ -512,7 +517,7 @@ class Engine:
     @property
     def _models(self) -> Models:
         loaded = self.target, self.draft, self.settings, self._names
-        return Models(*loaded, self._kept, self.contexts, self.grammars, self.system)
+        return Models(*loaded, self._kept, self.contexts, self.grammars, self.system, self._locks_embedding)
 
     def plan(self, context: int, answer: int | None = None) -> RunPlan:
         """The plan of a run over `context` tokens, prompt and answer, as this rank alone sees the memory that is free

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from statistics import median
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,6 +30,7 @@ from .planning.request import RunRequest
 from .settings import MOST_BLOCK_LENGTH, Settings
 from .speculation.lengths import DraftTokens, PassCost, best_length, seconds_per_token
 from .transfer.bandwidth import timed
+from .transfer.link import make_link
 from .transfer.staged.block_file import DiskSpace
 
 ROOM = MOST_BLOCK_LENGTH + 8
@@ -133,11 +135,15 @@ class ShapeSteps:
             CapacityError: weights or the longest cache do not fit.
         """
         self._request = RunRequest(target, draft, dtype, context + ROOM, settings)
-        plan_here(self._request, device, free_disk=DiskSpace(contexts_root()).free_bytes).check()
-        weights = RandomWeights(dtype, device)
-        self.target = Decoder(target, weights, device)  # pyright: ignore[reportArgumentType]
+        plan = plan_here(self._request, device, free_disk=DiskSpace(contexts_root()).free_bytes)
+        plan.check()
+        weights: Any = RandomWeights(dtype, device)
+        memory = make_link(device).host_memory if plan.embedding else None
+        self.target = Decoder(target, weights, device, host_memory=memory)
         model = self.target if draft and draft.is_head else None
-        self.draft = Decoder(draft, weights, device, model=model) if draft else None  # pyright: ignore[reportArgumentType]
+        self.draft = Decoder(draft, weights, device, model=model, host_memory=memory) if draft else None
+        spared = not any(one.has_embedding_to_spare for one in (self.target, self.draft) if one)
+        self._request = replace(self._request, locks_embedding=spared)
         capture = make_capture(device)
         self.graphs = Graphs(capture)
         """Of the steps, as an engine would replay them."""

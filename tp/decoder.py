@@ -8,6 +8,7 @@ parts. The decoder does not know where keys are stored, at which positions, or h
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
@@ -19,8 +20,18 @@ from torch import Tensor
 from ..kernels.delta_rule import DeltaWeights, gated_norm
 from ..kernels.layers import by_rows, by_sigmoid, rms_norm, rows_are_independent
 from ..kernels.selection import STEP_ROWS
-from .errors import ModelError
-from .matrices import ExpertMlps, GatedMlp, Matrix, Mlp, ModelMatrices, SharedExpert, Weight
+from .errors import CapacityError, ModelError
+from .matrices import (
+    ExpertMlps,
+    GatedMlp,
+    HostEmbedding,
+    LockedMemory,
+    Matrix,
+    Mlp,
+    ModelMatrices,
+    SharedExpert,
+    Weight,
+)
 from .model.config import ModelConfig
 from .model.linear_attention import LinearAttention
 from .parallel.ranks import ALONE, Ranks
@@ -254,6 +265,7 @@ class Decoder:
         ranks: Ranks = ALONE,
         tiling: Tiling = TILING,
         model: Decoder | None = None,
+        host_memory: LockedMemory | None = None,
     ) -> None:
         """Reads the weights, or this rank's part of them.
 
@@ -261,6 +273,8 @@ class Decoder:
             ranks: those that share the model.
             tiling: how the rows of a long pass are computed together.
             model: whose embedding and output head are used; of a multi-token-prediction head.
+            host_memory: makes memory for an embedding that is not the output head too, where a GPU reads rows from
+                there (`kernels.host_rows`); `None`, or where the system refuses it: it is on the device.
 
         Raises:
             ModelError: see `Checkpoint`.
@@ -287,13 +301,12 @@ class Decoder:
             )
             self._embedding, self._head = model._embedding, model._head
         else:
-            self._embedding = matrices.embedding.read(checkpoint, "", in_few_bits)
+            self._embedding = _read_embedding(matrices, checkpoint, host_memory)
         of_rank = config, self.part, split.key_heads.start, matrices, checkpoint
         self._layers = [_read_layer(*of_rank, i) for i in range(config.num_layers)]
         self._norm = _read_norm(config, checkpoint, "mtp.norm" if model else "model.norm", config.hidden_size)
         if not model:
-            tied = self._embedding.outputs(split.vocabulary)
-            self._head = matrices.head.read(checkpoint, "", in_few_bits) if matrices.head else tied
+            self._head = self._read_head(checkpoint, split.vocabulary)
         self._missing_logits = matrices.head_rows - len(range(config.vocab_size)[split.vocabulary])
         self.dtype = checkpoint.dtype
         # What a scaled embedding is multiplied by is rounded, as it is in `transformers`.
@@ -310,6 +323,7 @@ class Decoder:
         device: torch.device,
         ranks: Ranks = ALONE,
         tiling: Tiling = TILING,
+        host_memory: LockedMemory | None = None,
     ) -> Decoder:
         """Builds the model of a Hugging Face directory, or the part of it that is this rank's.
 
@@ -320,7 +334,8 @@ class Decoder:
             UsageError: the model's heads cannot be split over so many ranks.
         """
         config = config or ModelConfig.load(directory)
-        return cls(config, Checkpoint(directory, dtype, device), device, ranks, tiling)
+        checkpoint = Checkpoint(directory, dtype, device)
+        return cls(config, checkpoint, device, ranks, tiling, host_memory=host_memory)
 
     @classmethod
     def mtp_head(cls, checkpoint: Checkpoint, model: Decoder) -> Decoder:
@@ -407,11 +422,17 @@ class Decoder:
 
     def held(self) -> Iterator[tuple[str, Tensor]]:
         """The tensors on the device, by part: `weights`, and `rope` of its tables."""
-        ends = self._fusion.tensors() if self._fusion else (*self._embedding.tensors(), *self._head.tensors())
-        kept = [self._norm, *ends]
+        kept = [self._norm, *(self._fusion.tensors() if self._fusion else self._head.tensors())]
+        if not self._fusion and not isinstance(self._embedding, HostEmbedding):
+            kept += self._embedding.tensors()
         yield from (("weights", tensor) for tensor in kept)
         yield from (("weights", tensor) for layer in self._layers for tensor in layer.tensors())
         yield from self.rope.held()
+
+    @property
+    def has_embedding_to_spare(self) -> bool:
+        """Whether an embedding is on the device that could be in host memory; see `ModelMatrices.embedding_bytes`."""
+        return self.matrices.embedding_bytes(self.dtype) > 0 and not isinstance(self._embedding, HostEmbedding)
 
     @property
     def tiling(self) -> Tiling:
@@ -443,6 +464,12 @@ class Decoder:
         joined[:, self._kv_heads] = torch.stack(values)
         self.ranks.sum(joined, "all_reduce_chunks").mul_(whole / self.ranks.size)
         return list(joined[:, self._kv_heads])
+
+    def _read_head(self, checkpoint: Checkpoint, outputs: slice) -> Weight:
+        if self.matrices.head:
+            return self.matrices.head.read(checkpoint, "", self.config.quantisation)
+        assert not isinstance(self._embedding, HostEmbedding)
+        return self._embedding.outputs(outputs)
 
     def _embedded(self, token_ids: Tensor) -> Tensor:
         """What layer 0 gets, `[n, hidden]`."""
@@ -552,6 +579,17 @@ class _Progress:
         self._done += forward_work(self._config, self._start + self._row, n) / self._config.num_layers
         self._row = (self._row + n) % self._n
         self._callback(min(1.0, self._done / self._total))
+
+
+def _read_embedding(
+    matrices: ModelMatrices, checkpoint: Checkpoint, host_memory: LockedMemory | None
+) -> Weight | HostEmbedding:
+    """See `Decoder`. It is on the device first, which has room for it as long as nothing else is there."""
+    found = matrices.embedding.read(checkpoint, "", matrices.quantisation)
+    if host_memory and matrices.head:
+        with suppress(CapacityError):
+            return HostEmbedding.of(found, host_memory)
+    return found
 
 
 def _read_layer(

@@ -9,7 +9,7 @@ are in the dtype that is computed in, or those of a matrix are in four to eight 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.cpu.library import QuantisedCall
+from ..kernels.host_rows import rows_from_host
 from ..kernels.layers import by_sigmoid, gated, gated_mlp, linear, products_are_independent, rms_norm
 from ..kernels.packages import usable_packages
 from ..kernels.quantised import (
@@ -116,7 +117,9 @@ class Matrix:
                 found += prod(one.held) * dtype.itemsize
         return found
 
-    def read(self, source: WeightSource, prefix: str = "", quantisation: Quantisation | None = None) -> Weight:
+    def read(
+        self, source: WeightSource, prefix: str = "", quantisation: Quantisation | None = None
+    ) -> DenseWeight | QuantisedWeight:
         """Reads it.
 
         Args:
@@ -230,13 +233,14 @@ class QuantisedWeight:
         return product if onto is None else onto.add_(product)
 
     def looked_up(self, ids: Tensor, dtype: torch.dtype) -> Tensor:
-        return self._only.rows(ids).expand(dtype)
+        return self.only.rows(ids).expand(dtype)
 
     def outputs(self, part: slice) -> QuantisedWeight:
-        return QuantisedWeight((self._only.outputs(part),))
+        return QuantisedWeight((self.only.outputs(part),))
 
     @property
-    def _only(self) -> QuantisedMatrix:
+    def only(self) -> QuantisedMatrix:
+        """The one part of an embedding or an output head."""
         (part,) = self.parts
         assert not isinstance(part, Tensor)
         return part
@@ -251,6 +255,41 @@ class QuantisedWeight:
             yield from (part,) if isinstance(part, Tensor) else part.tensors()
         if self.bias is not None:
             yield self.bias
+
+
+LockedMemory = Callable[[Sequence[int], torch.dtype], Tensor]
+"""Makes page-locked host memory of a shape, whose first dimension is of what is locked in one piece each.
+
+Raises `CapacityError` where the system refuses it.
+"""
+
+
+@dataclass(frozen=True)
+class HostEmbedding:
+    """An embedding in page-locked host memory, of which a GPU reads the rows that a pass needs."""
+
+    held: Tensor | QuantisedMatrix
+
+    @classmethod
+    def of(cls, weight: DenseWeight | QuantisedWeight, host_memory: LockedMemory) -> HostEmbedding:
+        """A copy of what is on the device.
+
+        Raises:
+            CapacityError: see `LockedMemory`.
+        """
+
+        def there(held: Tensor) -> Tensor:
+            return host_memory((1, *held.shape), held.dtype)[0].copy_(held)
+
+        if isinstance(weight, DenseWeight):
+            return cls(there(weight.matrix))
+        return cls(weight.only.with_rows(there))
+
+    def looked_up(self, ids: Tensor, dtype: torch.dtype) -> Tensor:
+        """See `Weight.looked_up`."""
+        if isinstance(self.held, Tensor):
+            return rows_from_host(self.held, ids).to(dtype)
+        return self.held.with_rows(lambda held: rows_from_host(held, ids)).expand(dtype)
 
 
 def _product(
@@ -569,6 +608,13 @@ class ModelMatrices:
         embedding = self._bytes_of(self.embedding, self.embedding.shape[0], dtype)
         head = self._bytes_of(self.head, self.head_rows, dtype) if self.head else 0
         return self._layer_bytes(dtype) + embedding + head
+
+    def embedding_bytes(self, dtype: torch.dtype) -> int:
+        """Of them, what is an embedding and nothing else, which a GPU needs some rows of; 0 where that is the output
+        head too, or another model's."""
+        if self.head is None or self.fusion:
+            return 0
+        return self._bytes_of(self.embedding, self.embedding.shape[0], dtype)
 
     def bytes_of_a_pass(self, dtype: torch.dtype, rows: float = 1) -> int:
         """What a pass over so many rows reads of them. Which experts they have is not known: as many are counted as

@@ -66,6 +66,9 @@ class Findings:
     """The instruction set that they use; `None` without them."""
     arithmetic: int | None = None
     """The number that stands for their order of arithmetic; `None` without them."""
+    few_bits: dict[str, str] = field(default_factory=dict)
+    """How weights in few bits are multiplied here, in words: by `formats` which are read, by `cpu` and `gpu` how a step
+    multiplies; the last where there is one."""
     embedded_pair: bool = False
     """Whether the embedded pair of models loads."""
     broken: list[str] = field(default_factory=list)
@@ -104,6 +107,7 @@ def examine() -> Findings:
             _check_page_locking(found, torch)
             check_links(found, torch)
         _check_kernels(found)
+        found.few_bits = _few_bits(found, torch)
         _check_embedded(found, torch)
     if found.versions["psutil"]:
         import psutil
@@ -264,6 +268,37 @@ def _check_kernels(found: Findings) -> None:
         )
 
 
+def _few_bits(found: Findings, torch: Any) -> dict[str, str]:
+    """See `Findings`."""
+    try:
+        from ..kernels.packages import usable_packages
+        from ..kernels.quantised import BLOCK_SIZES
+        from ..tp.model.quantisation import SUPPORTED
+    except Exception:  # what is broken is said elsewhere
+        return {}
+    formats = f"{SUPPORTED.partition('; ')[2]} ({', '.join(BLOCK_SIZES)})"
+    words = {"formats": formats, "cpu": _few_bits_on_cpu()}
+    if found.cuda:
+        fused = "triton" in usable_packages(torch.device("cuda", found.cuda[0]["index"]))
+        words["gpu"] = "made in the product, by Triton" if fused else "expanded before each product"
+    return words
+
+
+def _few_bits_on_cpu() -> str:
+    from ..kernels.cpu.library import Level, cpu_level
+
+    try:
+        level = cpu_level()
+    except ValueError:  # TRIFORCE_CPU_LEVEL has no such level
+        level = Level.NONE
+    if level >= Level.AVX512_BF16:
+        return "made in the product in bfloat16, expanded before it in float32"
+    if level >= Level.AVX2:
+        blocks = "of GGUF's blocks but Q8_0 and Q4_0"
+        return f"made in the product in bfloat16 and, {blocks}, in float32; else expanded before it"
+    return "expanded before each product"
+
+
 def _check_embedded(found: Findings, torch: Any) -> None:
     """Checks the model of a default run: its files exist, and their tensors are as its configuration says."""
     try:
@@ -310,6 +345,11 @@ def describe(found: Findings) -> str:
     if not found.cuda:
         rows["CUDA devices"] = "none; models run on the processor"
     rows["compiled kernels"] = found.compiled_kernels or "none; plain PyTorch instead"
+    if found.few_bits:
+        rows["few bits"] = f"weights in {found.few_bits['formats']}"
+        rows["few bits on CPU"] = f"numbers are {found.few_bits['cpu']}"
+        if "gpu" in found.few_bits:
+            rows["few bits on GPU"] = f"numbers are {found.few_bits['gpu']}"
     rows["embedded model"] = "installed, and it loads" if found.embedded_pair else "does not load"
     lines = [f"{label:<18}{value}".rstrip() for label, value in rows.items()]
     for title, entries in (("broken", found.broken), ("missing, optional", found.missing)):

@@ -28,6 +28,8 @@ class ModelRow:
     context: int | None = None
     weight_bytes: int | None = None
     """Of target and draft, in the target's own number format."""
+    weights: str | None = None
+    """How the target's are stored, where that is in few bits."""
     kv_bytes: int | None = None
     """Of a full cache that holds the whole context."""
     fits: bool | None = None
@@ -62,6 +64,7 @@ def _show(rows: list[ModelRow]) -> None:
     ]
     for row in rows:
         lines += ["", row.name, f"  {row.summary}", f"  target {row.target}", f"  draft {row.draft}"]
+        lines += [f"  weights {row.weights}"] if row.weights else []
         lines += [f"  cannot be used: {row.missing}"] if row.missing else []
     console = Console(file=sys.stdout, highlight=False)
     console.print(table)
@@ -111,7 +114,8 @@ def describe(preset: Preset) -> ModelRow:
     return replace(
         row,
         context=context,
-        weight_bytes=plan.weights,
+        weight_bytes=plan.weights + plan.embedding,
+        weights=target.quantisation.name if target.quantisation else None,
         kv_bytes=plan.kv,
         fits=plan.fits,
         fitting_tokens=context if plan.fits else largest_context(plan.request),

@@ -55,6 +55,8 @@ class Models:
     contexts: ModelContexts | None
     grammars: Grammars | None = None
     system: System = THIS_MACHINE
+    locks_embedding: bool = True
+    """See `RunRequest`."""
 
     @property
     def padded(self) -> bool:
@@ -77,9 +79,8 @@ class Models:
         later run may want them on the same cache."""
         draft = self.draft.config if self.draft else None
         models = self.target.config, draft, self.target.dtype
-        return RunRequest(
-            *models, context, self.settings, self.target.ranks.size, answer=answer, limits=self.system.limits
-        )
+        found = RunRequest(*models, context, self.settings, self.target.ranks.size, limits=self.system.limits)
+        return replace(found, answer=answer, locks_embedding=self.locks_embedding)
 
 
 _WORTH_WAITING = 64

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ...kernels.cpu.calls import noting
-from ...kernels.layers import steps_are_compiled
+from ...kernels.layers import steps_are_compiled, steps_make_numbers
 from ...tp.decoder import Decoder
 
 _READS_NUMBERS = {"_local_scalar_dense", "equal", "is_nonzero", "item", "masked_select", "nonzero"}
@@ -48,9 +48,10 @@ class CpuCapture:
 
     def takes(self, decoder: Decoder) -> bool:
         # Others' passes take hardly less time when they are replayed, and need memory that grows with the cache; or, of
-        # quantised weights, memory for all their numbers.
+        # quantised weights in float32, memory for all their numbers.
         compiled = steps_are_compiled(decoder.device, decoder.dtype, decoder.config.head_dim)
-        return compiled and decoder.config.quantisation is None and not decoder.waits_in_steps
+        expands = decoder.config.quantisation is not None and not steps_make_numbers(decoder.device, decoder.dtype)
+        return compiled and not expands and not decoder.waits_in_steps
 
     def pool(self) -> Any:
         return None

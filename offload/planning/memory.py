@@ -12,6 +12,8 @@ from pathlib import Path
 import psutil
 import torch
 
+from ...kernels.host_rows import reads_host_memory
+from ...kernels.layers import steps_make_numbers
 from ...kernels.packing import packs_fast
 from ...tp.devices import DeviceMemory, device_memory
 from ...tp.errors import CapacityError
@@ -51,11 +53,12 @@ def plan_here(
     """
     kernels, found = packs_fast(device), device_memory(device)
     request = replace(request, kernels=kernels, gpu_bytes=found and found.free, gpu_total_bytes=found and found.total)
+    request = replace(request, locks_embedding=request.locks_embedding and reads_host_memory(device))
     bare = make_plan(request)
     host = psutil.virtual_memory().available // ranks.local_size + given_back_on_host
     own = given_back
     if held is not None:
-        host += request.process_bytes
+        host += request.process_bytes + bare.embedding
         own += bare.weights + min(held.get("rope", 0), bare.rope)
     most = sys.maxsize
     if request.settings.host_memory is not None:
@@ -72,8 +75,10 @@ def plan_here(
             request, gpu_bytes=free, gpu_total_bytes=total, gpu_bytes_beside=for_others, kernels=bool(everywhere)
         )
     else:
-        host, everywhere = ranks.least([max(0, min(host + own - promised, most)), int(kernels)])
-        request = replace(request, kernels=bool(everywhere))
+        makes_numbers = steps_make_numbers(device, request.dtype)
+        here = max(0, min(host + own - promised, most)), int(kernels), int(makes_numbers)
+        host, everywhere, made = ranks.least([*here])
+        request = replace(request, kernels=bool(everywhere), makes_numbers=bool(made))
     plan = make_plan(replace(request, host_bytes=host, local_ranks=1))
     if free_disk is None or plan.host_total <= host:
         return plan

@@ -50,6 +50,10 @@ class RunRequest:
     kernels: bool = True
     """Whether the device has kernels of this project: compiled ones on a CPU, or on a GPU Triton's, of which attention
     reads a layer of many blocks as one."""
+    makes_numbers: bool = False
+    """Whether a step makes numbers of matrices in few bits within its products, and takes no memory for them."""
+    locks_embedding: bool = True
+    """Whether the system locks host memory for embeddings, and the device reads it; see `host_embedding`."""
     shared: int = 0
     """Tokens of the context that the cache of another sequence holds."""
     shared_streams: bool = False
@@ -79,6 +83,11 @@ class RunRequest:
     @property
     def on_gpu(self) -> bool:
         return self.gpu_bytes is not None
+
+    @property
+    def host_embedding(self) -> bool:
+        """Whether embeddings that are not output heads too are in host memory, and a kernel reads rows from there."""
+        return self.on_gpu and self.kernels and self.locks_embedding
 
     @property
     def process_parts(self) -> dict[str, int]:

@@ -101,7 +101,11 @@ class RunPlan:
     """Tokens of the retrieval cache, at most the context; 0 where that tier is off."""
     chunk_size: int
     weights: int
-    """Of the rank's part of the target, and of the whole draft or its part of a multi-token-prediction head."""
+    """Of the rank's part of the target, and of the whole draft or its part of a multi-token-prediction head; without
+    `embedding`."""
+    embedding: int
+    """Embeddings that are not output heads too, whole on each rank, in page-locked host memory; 0 where they are among
+    `weights` (see `RunRequest.host_embedding`)."""
     resident_kv: int
     """Blocks of the full cache on the compute device."""
     streamed_kv: int
@@ -265,7 +269,7 @@ class RunPlan:
     @property
     def host_total(self) -> int:
         """What the host must have for the rank."""
-        kept = self.streamed_kv + self.spare + self.staging + self.index + self.kept_states
+        kept = self.embedding + self.streamed_kv + self.spare + self.staging + self.index + self.kept_states
         everywhere = kept + self.request.process_bytes
         return everywhere if self.request.on_gpu else everywhere + self.weights + self.resident_kv + self.working
 
@@ -309,7 +313,8 @@ class RunPlan:
         if shortage.where == "disk space":
             parts = "the part of the KV cache that exceeds host memory"
         elif shortage.where == "host memory":
-            parts = f"KV cache {gib(self.streamed_kv)}, the process {gib(request.process_bytes)}"
+            embedding = f"the input embedding {gib(self.embedding)}, " if self.embedding else ""
+            parts = f"KV cache {gib(self.streamed_kv)}, {embedding}the process {gib(request.process_bytes)}"
         else:
             kv = self.resident_kv if request.on_gpu else self.resident_kv + self.streamed_kv
             rest = shortage.needed - self.weights - kv
@@ -362,9 +367,9 @@ def make_plan(request: RunRequest, placement: Placement | None = None) -> RunPla
     if request.gpu_bytes and request.sequences > 1 and settings.budget is None:
         while budget > LEAST_BUDGET and request.sequences * budget * retrieved > RETRIEVAL_SHARE * request.gpu_bytes:
             budget = max(LEAST_BUDGET, budget // 2) // chunk_size * chunk_size
-    weights = request.matrices.num_bytes(request.dtype)
-    if request.small_matrices:
-        weights += request.small_matrices.num_bytes(request.dtype)
+    models = [request.matrices, *([request.small_matrices] if request.small_matrices else [])]
+    embedding = sum(one.embedding_bytes(request.dtype) for one in models) if request.host_embedding else 0
+    weights = sum(one.num_bytes(request.dtype) for one in models) - embedding
     activations, drafting = _activation_bytes(request, request.own), _draft_activation_bytes(request)
 
     def plan(placement: Placement) -> RunPlan:
@@ -398,6 +403,7 @@ def make_plan(request: RunRequest, placement: Placement | None = None) -> RunPla
             budget=budget,
             chunk_size=chunk_size,
             weights=weights,
+            embedding=embedding,
             resident_kv=placement.num_resident * block,
             streamed_kv=placement.num_host * host_block + unpacked,
             disk_kv=placement.num_disk * host_block,
@@ -676,8 +682,9 @@ def _step_bytes(request: RunRequest, placement: Placement, draft_tokens: int, se
     rows = sequences * (draft_tokens + 1)
     partial = rows * part.num_heads * (part.head_dim + 2) * 4
     layer = rows * _row_bytes(request, part) + min(MOST_PARTS, -(-request.context // KEYS_PER_SPLIT) * partial)
-    models = [request.matrices, *([request.small_matrices] if request.small_matrices else [])]
-    layer += max(one.expansion_bytes(request.dtype, is_step=True) for one in models)
+    if not request.makes_numbers:
+        models = [request.matrices, *([request.small_matrices] if request.small_matrices else [])]
+        layer += max(one.expansion_bytes(request.dtype, is_step=True) for one in models)
     together = min(rows, max(1, (GPU_NUMBERS if request.on_gpu else CPU_NUMBERS) // vocab))
     sampling = 4 * vocab * (2 * rows + max(SORTING * together, draft_tokens + 1))  # the second of what is logged
     drafted = 4 * vocab * sequences * draft_tokens

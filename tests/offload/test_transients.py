@@ -66,13 +66,23 @@ def engine_of(directory, name, dtype, resident, packages=("triton",)) -> Iterato
     vocabulary = SHAPES[name]["vocab_size"]
     shapes = config(directory / "target", **SHAPES[name]), config(directory / "draft", vocab_size=vocabulary, **DRAFT)
     system = replace(simulated_system(simulator), device_memory=lambda device: DeviceMemory(PLENTY, PLENTY, 0))
+
+    def host_memory(shape, dtype):
+        memory = torch.empty(*shape, dtype=dtype)
+        simulator.put(simulator.memory(memory), True)
+        return memory
+
     with launching_nothing(), use_kernels(as_gpu=packages), ComputingNothing(), simulator:
         weights = UnwrittenWeights(dtype)
-        decoders = [Decoder(shape, weights, CPU) for shape in shapes]  # pyright: ignore[reportArgumentType]
+        given = {"host_memory": host_memory} if "triton" in packages else {}
+        decoders = [Decoder(shape, weights, CPU, **given) for shape in shapes]  # pyright: ignore[reportArgumentType]
         settings = Settings(resident=resident, block_length=24, draft_length=4, pack="off")
         engine = Engine(decoders[0], decoders[1], settings, system=system)
         for _, tensor in engine.held():
             simulator.memory(tensor)
+        bare = make_plan(replace(engine._models.request(1), gpu_bytes=PLENTY, kernels="triton" in packages))
+        assert (bare.embedding > 0) == ("triton" in packages)
+        assert simulator.live == bare.weights + bytes_by_part(engine.held())["rope"]
         yield engine, simulator
 
 

@@ -31,6 +31,7 @@ from triforce.kernels.triton import delta as triton_delta
 from triforce.kernels.triton import groups as triton_groups
 from triforce.kernels.triton import packing as triton_packing
 from triforce.kernels.triton import quantised as triton_quantised
+from triforce.kernels.triton import rows as triton_rows
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -235,6 +236,9 @@ def usual_variants(dtypes: list[torch.dtype], head_dims: list[int], groups: list
             yield "mass of chunks", mass_variant(dtype, group, head_dim)
         for variant in chunk_variants(dtype, head_dim, 8):
             yield "copies of chunks", variant
+    for name in ("*u8", *(POINTERS[dtype] for dtype in dtypes)):
+        types = {"out": name, "matrix": name, "ids": "*i64"}
+        yield "rows in host memory", Variant(triton_rows._rows_kernel, {"TILE_WIDTH": triton_rows.TILE_WIDTH}, types)
     for dtype in dtypes:
         yield "delta rule", delta_variant(dtype, 16, 32, 128, 128)
         for variant in product_variants(dtype):

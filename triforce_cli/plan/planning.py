@@ -147,6 +147,7 @@ class Plan:
                 "total": run.device_total,
             },
             "host_bytes": {
+                "embedding": run.embedding * request.gpus,
                 "streamed_kv": run.streamed_kv * request.gpus,
                 "spare": run.spare * request.gpus,
                 "runtime": request.process_bytes * request.gpus,

@@ -77,6 +77,7 @@ def _memory_table(plan: Plan) -> Table:
     host = "(not given)" if request.host_bytes is None else gib(request.host_bytes)
     rows = [
         ("weights" + draft, _size(run.weights), "-"),
+        *([("input embedding", "-", _size(run.embedding * request.gpus))] if run.embedding else []),
         (f"KV cache, {blocks}", _size(run.resident_kv), _size(run.streamed_kv * request.gpus)),
         *([("room for blocks that leave the GPU", "-", _size(run.spare * request.gpus))] if run.spare else []),
         *([("last tokens of layers with windows", _size(run.windows), "-")] if run.windows else []),

@@ -8,7 +8,7 @@ import sys
 import pytest
 from command import CONTEXT, TEXT, TRIFORCE, run_command, run_fork, run_here, undocumented
 from transformers import AutoTokenizer
-from triforce.kernels import arithmetic
+from triforce.kernels import Level, arithmetic, cpu_level
 from triforce.tp import PRESETS, Tokenizer
 
 FIELDS = {
@@ -151,8 +151,14 @@ def test_mark_and_line_ends_of_other_systems_are_read_as_text(generate, tmp_path
 def test_models_and_doctor_speak_json(capfd):
     rows = json.loads(run_here(capfd, "models", "--json").out)
     assert [row["name"] for row in rows] == list(PRESETS)
+    few_bits = {row["name"]: row["weights"] for row in rows if row["weights"]}
+    assert few_bits["qwen3-32b-awq"] == "AWQ, 4 bits" and "qwen3-8b" not in few_bits
+    assert f"  weights {few_bits['qwen3-32b-awq']}" in run_here(capfd, "models").out.splitlines()
     findings = run_here(capfd, "doctor", "--json")
     assert {"versions", "cpu", "cuda", "memory", "broken", "missing"} <= json.loads(findings.out).keys()
+    few_bits = json.loads(findings.out)["few_bits"]
+    assert "GPTQ" in few_bits["formats"] and "Q4_K" in few_bits["formats"]
+    assert ("made in the product" in few_bits["cpu"]) == (cpu_level() > Level.NONE)
     assert findings.code == (1 if json.loads(findings.out)["broken"] else 0)
     assert run_here(capfd, "doctor").out.count("torch ")
 

@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from gguf_files import Form, save_gguf
 from hypothesis import given
 from hypothesis import strategies as st
 from profiles import examples
+from quantised import FORMATS, save_quantised
 from recorder import PROMPT
 from tiny import random_tokens, save_llama
 from tiny_caches import append, full_cache
@@ -22,6 +24,7 @@ from triforce.offload.caches.streaming import SLACK, StreamingCache
 from triforce.offload.graphs.cpu import CpuCapture
 from triforce.offload.graphs.passes import Graphs, JoinedPasses, Passes
 from triforce.tp.decoder import Decoder
+from triforce.tp.weights.registry import find_model
 
 pytestmark = pytest.mark.skipif(
     cpu_level() < Level.AVX512_BF16, reason="the compiled kernels are not installed, or not for this CPU"
@@ -35,11 +38,19 @@ def plain_pytorch() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="module", params=["bfloat16", "float32"])
+@pytest.fixture(scope="module", params=["bfloat16", "float32", "awq", "gguf"])
 def decoder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Decoder:
-    directory = tmp_path_factory.mktemp("model")
-    save_llama(directory, num_hidden_layers=2, num_key_value_heads=2, head_dim=32)
-    return Decoder.load(directory, dtype=getattr(torch, request.param), device=torch.device("cpu"))
+    """In the last two, weights in few bits, of `gguf` the embedding too."""
+    directory, kind = tmp_path_factory.mktemp("models") / "model", request.param
+    if kind == "gguf":
+        save_gguf(directory, "llama", lambda name: Form.Q4_K if "v_proj" not in name else Form.Q8_0)
+        directory = find_model(directory.with_suffix(".gguf"))
+    elif kind == "awq":
+        save_quantised(directory, FORMATS["awq"], num_key_value_heads=2, head_dim=32)
+    else:
+        save_llama(directory, num_hidden_layers=2, num_key_value_heads=2, head_dim=32)
+    dtype = torch.float32 if kind == "float32" else torch.bfloat16
+    return Decoder.load(directory, dtype=dtype, device=torch.device("cpu"))
 
 
 def retrieval_cache(decoder: Decoder) -> RetrievalCache:

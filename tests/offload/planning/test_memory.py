@@ -171,7 +171,7 @@ def test_ranks_agree_on_the_least_memory(tmp_path, monkeypatch):
     request = request_of(tmp_path)
     plan = plan_here(request, CPU, TwoRanks(0, 2, 2), held={}, given_back=2**30)
     held = 2**30 + LIMITS.runtime_bytes + make_plan(request).weights
-    assert asked == [[6 * 2**30 + held, packs_fast(CPU)]], "half of the host's, and what this rank holds already"
+    assert asked == [[6 * 2**30 + held, packs_fast(CPU), 0]], "half of the host's, and what this rank holds already"
     assert plan.request.host_bytes == 5 * 2**30 and plan.request.gpu_bytes is None
 
 
