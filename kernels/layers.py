@@ -66,9 +66,9 @@ def held_linear(
     eps: float = 0.0,
     onto: Tensor | None = None,
 ) -> Tensor | None:
-    """`linear` in bfloat16 with matrices in few bits, whose outputs follow one another and whose numbers are made in the
-    product with the rows of a step; `None` where no compiled kernel computes that. The result is that of `linear` with
-    their numbers, bit by bit where all are finite."""
+    """`linear` in bfloat16 with matrices in few bits, whose outputs follow one another and whose numbers are made in
+    the product with the rows of a step; `None` where no compiled kernel computes that. The result is that of `linear`
+    with their numbers, bit by bit where all are finite."""
     inputs, outputs = held[0].inputs, sum(one.outputs for one in held)
     kernels = _kernels_for_held(x, inputs, onto, bias, norm)
     if kernels is None:
