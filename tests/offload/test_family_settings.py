@@ -125,9 +125,9 @@ class Case:
         batch = engine.batch(requests, **self.batch, contexts=contexts)
         for _ in batch:
             pass
-        for request, found in zip(requests, batch.sequences, strict=True):
+        for prompt_ids, request, found in zip(self.prompts, requests, batch.sequences, strict=True):
             assert len(found.statistics.token_ids) == request.max_new_tokens and not found.error
-            yield list(request.prompt_ids), found.statistics.token_ids
+            yield prompt_ids, found.statistics.token_ids
         first = batch.sequences[0].statistics
         if self.saved > 100 and len(prompt) > 200:
             assert first.reused_tokens > self.saved - 100, "it is restored"

@@ -87,6 +87,7 @@ def test_logits_of_an_embedding_in_few_bits_are_the_same(tmp_path, form):
 def test_tokens_are_those_of_transformers_and_what_is_held_is_planned(models, resident):
     model = save_llama(models / "apart", seed=1, num_key_value_heads=2, tie_word_embeddings=False)
     engine, simulator = engine_of(models / "apart", models / "apart-draft", resident=resident, budget=16)
+    assert engine.draft
     embeddings = sum(one.matrices.embedding_bytes(torch.float32) for one in (engine.target, engine.draft))
     assert sum(simulator.locked.values()) == embeddings == BYTES * 3 // 2
     plan = engine.plan(len(PROMPT) + NEW_TOKENS)

@@ -95,6 +95,7 @@ def test_a_rank_has_the_numbers_of_its_part(name, columns):
     matrix, want = matrix_of(name)
     part = part_of(matrix, slice(16, 32), columns)
     assert torch.equal(part.expand(torch.float32), want[16:32, columns or slice(None)])
+    assert isinstance(part, GroupedMatrix)
     for tensor in (part.values, part.scales):  # the rest of the matrix does not stay in memory with it
         assert tensor.untyped_storage().nbytes() == tensor.nbytes
 
