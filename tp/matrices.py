@@ -41,7 +41,7 @@ from .model.config import ModelConfig
 from .model.families import Experts
 from .model.linear_attention import LinearAttention
 from .model.quantisation import Quantisation, StoredTensors, joined_inputs, part_of
-from .pages import lasting_memory
+from .pages import weight_memory
 from .parallel.ranks import ALONE
 from .parallel.split import Split
 
@@ -431,7 +431,7 @@ class ExpertMlps:
         """The sums of the rows' experts, `[n, hidden]` float32."""
         if len(rows) <= STEP_ROWS and not self.waits:
             return self._together(rows, shares, of_experts)
-        if self._described:
+        if len(rows) <= STEP_ROWS and rows.dtype == torch.bfloat16 and on_cpu(rows.device) and self._described:
             found = quantised_experts(rows, self._described, of_experts, shares)
             if found is not None:
                 return found
@@ -764,4 +764,4 @@ def _joined(tensors: list[Tensor], dim: int = 0) -> Tensor:
         return first
     shape = list(first.shape)
     shape[dim] = sum(tensor.shape[dim] for tensor in tensors)
-    return torch.cat(tensors, dim, out=lasting_memory(shape, first.dtype, first.device))
+    return torch.cat(tensors, dim, out=weight_memory(shape, first.dtype, first.device))

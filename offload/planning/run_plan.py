@@ -658,6 +658,10 @@ def _row_bytes(request: RunRequest, part: ModelConfig) -> int:
     mlp = (3 * part.intermediate_size + part.hidden_size) * item
     if part.experts:  # the normed row, its probabilities in order, and results of experts and their sum in float32
         mlp += part.hidden_size * (2 * item + 3 * 4) + part.experts.count * (3 * 4 + 8) + part.experts.used * 5 * 8
+    if part.experts and request.makes_numbers and part.quantisation:
+        # In one call: for each of its experts what goes in, comes out and is between, and what is laid out for tiles,
+        # which may be twice as many rows.
+        mlp += part.experts.used * (4 * part.hidden_size + 5 * part.intermediate_size) * item
     if part.experts and part.experts.shared_width:
         mlp += (3 * part.experts.shared_width + 2 * part.hidden_size) * item
     linear = part.linear

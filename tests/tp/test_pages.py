@@ -8,7 +8,7 @@ import os
 import pytest
 import torch
 from triforce.tp.errors import CapacityError
-from triforce.tp.pages import HUGE_PAGE, aligned_memory, lasting_memory
+from triforce.tp.pages import HUGE_PAGE, aligned_memory, lasting_memory, weight_memory
 
 
 @pytest.mark.parametrize("shape", [(0,), (3, 100), (5, 2**20 + 8), (2**21,)])
@@ -46,3 +46,17 @@ def test_memory_that_lasts_begins_with_a_huge_page_and_has_nothing_besides(shape
     gc.collect()
     lasting_memory(shape, torch.float32, torch.device("cpu")).fill_(9)
     assert (view == 7).all()
+
+
+def test_weights_are_put_into_few_pieces_and_keep_their_numbers():
+    sizes = [100, 2**16, 3 * 2**18 + 5, 2**20, 3 * 2**20, 2**25, *[7 * 2**17] * 40]
+    weights = [weight_memory((size,), torch.uint8, torch.device("cpu")).fill_(i) for i, size in enumerate(sizes)]
+    assert all((weight == i).all() and len(weight) == sizes[i] for i, weight in enumerate(weights))
+    large = [weight for weight in weights if len(weight) >= 2**16]
+    assert all(weight.data_ptr() % mmap.PAGESIZE == 0 for weight in large)
+    assert len({weight.untyped_storage().data_ptr() for weight in large}) < 5 < len(large)
+    again = weights[-1]
+    del weights, large
+    gc.collect()
+    [weight_memory((2**20,), torch.uint8, torch.device("cpu")).fill_(9) for _ in range(60)]
+    assert (again == len(sizes) - 1).all()

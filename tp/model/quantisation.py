@@ -25,8 +25,9 @@ from ...kernels.quantised import (
     QuantisedMatrix,
     grouped_of_blocks,
 )
+from ...kernels.selection import on_cpu
 from ..errors import ModelError
-from ..pages import lasting
+from ..pages import lasting, weight_memory
 
 SUPPORTED = (
     "weights in float32, bfloat16 and float16; GPTQ with 4 or 8 bits; AWQ (gemm); FP8 (e4m3); compressed-tensors "
@@ -116,7 +117,7 @@ class Gguf(Quantisation):
         if form in BLOCK_FORMS:
             return BlockMatrix(blocks, form)
         found = grouped_of_blocks(blocks, form)
-        return replace(found, values=lasting(found.values))
+        return replace(found, values=lasting(found.values)) if on_cpu(blocks.device) else found
 
     @cached_property
     def _form_of(self) -> dict[str, str]:
@@ -194,9 +195,10 @@ class GroupedQuantisation(Quantisation):
         if isinstance(zeros, Tensor):
             first = int(zeros.flatten()[0])
             zeros = first if bool((zeros == first).all()) else zeros.contiguous()
-        if values.dtype == torch.uint8 and self.bits == 8 and isinstance(zeros, int) and zeros == 128:
-            values, zeros = values.bitwise_xor(128).view(torch.int8), 0  # products have nothing to subtract
         values = values if values.is_contiguous() else lasting(values)
+        if values.dtype == torch.uint8 and self.symmetric and self.bits == 8 and zeros == 128:
+            room = weight_memory(values.shape, torch.uint8, values.device)
+            values, zeros = torch.bitwise_xor(values, 128, out=room).view(torch.int8), 0  # nothing to subtract
         return GroupedMatrix(values.flatten(1), scales.contiguous(), zeros, self.bits, group_of)
 
     def _group_of(self, source: StoredTensors, name: str, inputs: int) -> Tensor | None:

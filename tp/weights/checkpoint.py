@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ..errors import ModelError
 from ..model.families import MOST_EXPERTS, plain_name
-from ..pages import lasting, lasting_memory
+from ..pages import lasting, weight_memory
 from .gguf_header import DENSE_FORMS, form_bytes
 from .weight_files import gguf_index, weight_files
 
@@ -310,7 +310,7 @@ def _gguf_tensor(path: Path, offset: int, form: str, shape: list[int], heads: in
     num_bytes = form_bytes(form, tuple(shape))
 
     def part(wanted: tuple[slice, ...]) -> Tensor:
-        stored = lasting_memory((num_bytes,), torch.uint8, torch.device("cpu"))
+        stored = weight_memory((num_bytes,), torch.uint8, torch.device("cpu"))
         try:
             with path.open("rb") as file:
                 file.seek(offset)

@@ -131,7 +131,7 @@ EXPORT int triforce_gated_mlp(const void *x, int64_t stride, const void *norm, f
 
 /* `out[r]`, float32, is the sum of the MLPs of the experts of row r of `x` [n][hidden], bfloat16, each rounded to bfloat16 and times
  * its share, in the order of their numbers: `ids` and `shares` are [n][used], and `held` is gate, up and down of each of `count`
- * experts, as of `triforce_gated_mlp`. 1 if memory ran out, else 0. */
+ * experts, as of `triforce_gated_mlp`; an id that is no expert's gives nothing. 1 if memory ran out, else 0. */
 EXPORT int triforce_expert_mlps(const void *x, int64_t n, int64_t hidden, int64_t width, const Quantised *held, int64_t count,
                                 const int64_t *ids, const float *shares, int64_t used, float *out, int level, int threads);
 

@@ -92,7 +92,7 @@ INLINE __m512 number_at(int64_t numbers, int are, int64_t i)
     switch (are) {
     case NUMBERS_FLOAT32: return _mm512_set1_ps(((const float *)place)[i]);
     case NUMBERS_FLOAT16: return _mm512_cvtph_ps(_mm256_set1_epi16(((const int16_t *)place)[i]));
-    case NUMBERS_BFLOAT16: return _mm512_castsi512_ps(_mm512_set1_epi32(((const uint16_t *)place)[i] << 16));
+    case NUMBERS_BFLOAT16: return _mm512_castsi512_ps(_mm512_set1_epi32((int)((uint32_t)((const uint16_t *)place)[i] << 16)));
     case NUMBERS_UINT8: return _mm512_cvtepi32_ps(_mm512_set1_epi32(((const uint8_t *)place)[i]));
     case NUMBERS_INT8: return _mm512_cvtepi32_ps(_mm512_set1_epi32(((const int8_t *)place)[i]));
     default: return _mm512_cvtepi32_ps(_mm512_set1_epi32(((const int16_t *)place)[i]));

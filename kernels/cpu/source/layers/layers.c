@@ -353,12 +353,13 @@ int triforce_expert_mlps(const void *x, int64_t n, int64_t hidden, int64_t width
                          const int64_t *ids, const float *shares, int64_t used, float *out, int level, int threads)
 {
     const int64_t all = n * used;
-    threads = threads_for(3 * hidden * width * 2, threads);
+    threads = threads_for((all < count ? all : count) * 3 * hidden * width * 2, threads);
     /* Pairs, by their places in `ids`, in the order of experts, and those of an expert in the order of rows. */
     Expert *experts = malloc((all + 1) * (sizeof(Expert) + sizeof(int64_t)));
     if (!experts)
         return 1;
-    int64_t *pairs = (int64_t *)(void *)(experts + all + 1), active = 0, placed = 0, room = 0;
+    *experts = (Expert){.n = 0};
+    int64_t *pairs = (int64_t *)(void *)(experts + all + 1), active = 0, placed = 0, room = 0, spare = 0;
     for (int64_t e = 0; e < count && placed < all; e++) {
         const int64_t first = placed;
         for (int64_t i = 0; i < all; i++)
@@ -371,19 +372,27 @@ int triforce_expert_mlps(const void *x, int64_t n, int64_t hidden, int64_t width
         one->gate = (Weights){NULL, held + 3 * e, width};
         one->up = (Weights){NULL, held + 3 * e + 1, width};
         one->down = (Weights){NULL, held + 3 * e + 2, hidden};
-        room += carve(&one->input, NULL, one->n, hidden, &one->gate, 1, level, threads);
-        room += carve(&one->activated, NULL, one->n, width, &one->down, 1, level, threads);
+        room += carve(&one->input, NULL, one->n, hidden, &one->gate, 1, level, 0);
+        room += carve(&one->activated, NULL, one->n, width, &one->down, 1, level, 0);
+        spare = one->input.spare_size > spare ? one->input.spare_size : spare;
+        spare = one->activated.spare_size > spare ? one->activated.spare_size : spare;
     }
-    bf16 *rows = malloc(all * (2 * hidden + 3 * width) * 2 + room);
+    /* A thread works on one expert at a time: its spare memory is for all of them. */
+    bf16 *rows = malloc(all * (2 * hidden + 3 * width) * 2 + 64 + threads * spare * 2 + room);
     if (!rows) {
         free(experts);
         return 1;
     }
     bf16 *wide = rows + all * hidden, *narrow = wide + all * 2 * width, *results = narrow + all * width;
     char *rest = (char *)(results + all * hidden);
+    rest += (64 - (uintptr_t)rest % 64) % 64;
+    bf16 *shared = (bf16 *)(void *)rest;
+    rest += threads * spare * 2;
     for (Expert *one = experts; one < experts + active; one++) {
-        rest += carve(&one->input, rest, one->n, hidden, &one->gate, 1, level, threads);
-        rest += carve(&one->activated, rest, one->n, width, &one->down, 1, level, threads);
+        rest += carve(&one->input, rest, one->n, hidden, &one->gate, 1, level, 0);
+        rest += carve(&one->activated, rest, one->n, width, &one->down, 1, level, 0);
+        one->input.spare = one->activated.spare = shared;
+        one->input.spare_size = one->activated.spare_size = spare;
     }
 #pragma omp parallel num_threads(threads) if (threads > 1)
     {

@@ -11,7 +11,8 @@ INLINE int amx_width(int64_t n) { return n < SIDE ? (int)n : SIDE; }
 /* Bytes of `n` rows that are laid out for `amx_linear_part`. */
 static int64_t amx_laid_out(int64_t n, int64_t inputs)
 {
-    return (n + AMX_OUTPUTS - 1) / AMX_OUTPUTS * AMX_OUTPUTS * ((inputs + PAIRED - 1) / PAIRED * PAIRED) * 2;
+    const int64_t rows = n < SIDE ? n : (n + AMX_OUTPUTS - 1) / AMX_OUTPUTS * AMX_OUTPUTS;
+    return rows * ((inputs + PAIRED - 1) / PAIRED * PAIRED) * 2;
 }
 
 /* Lays `n` rows out: [n / width][inputs / 32][16 words][width]. */
@@ -101,10 +102,8 @@ AMX_INLINE void amx_make_numbers(const Quantised *held, int64_t r, int64_t start
 AMX_INLINE void amx_fetch_part(const Quantised *held, int64_t r, int64_t part, int64_t parts)
 {
     const int64_t bytes = HELD_INPUTS * held->row_bytes / held->inputs;
-    if (part >= parts) {
-        part -= parts;
+    for (; part >= parts; part -= parts)
         r += AMX_OUTPUTS;
-    }
     if (r < held->outputs)
         for (int64_t o = 0; o < 2; o++)
             fetch(row_of(held, r + o) + part * bytes, bytes);
@@ -190,9 +189,10 @@ AMX void amx_linear_part(
     const int64_t tiles = (inputs + PAIRED - 1) / PAIRED, whole = tiles * PAIRED;
     const int width = amx_width(n);
     float sums[AMX_OUTPUTS * AMX_OUTPUTS] __attribute__((aligned(64)));
-    for (int64_t o = first; w->held && o < first + AMX_OUTPUTS; o += 2) /* nothing before has fetched these */
-        for (int64_t i = 0; i < 2; i++)
-            amx_fetch_part(w->held, o, i, 2);
+    const int64_t parts = (inputs + HELD_INPUTS - 1) / HELD_INPUTS;
+    for (int64_t o = first; w->held && o < first + AMX_OUTPUTS && o < stop; o += 2) /* nothing before has fetched these */
+        for (int64_t i = 0; i < 2 && i < parts; i++)
+            amx_fetch_part(w->held, o, i, parts);
     for (int64_t o = first; o < stop; o += AMX_OUTPUTS) {
         const int64_t count = stop - o < AMX_OUTPUTS ? stop - o : AMX_OUTPUTS;
         const bf16 *matrix = (const bf16 *)w->numbers + o * inputs;
