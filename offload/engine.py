@@ -162,6 +162,10 @@ class Engine:
         store = store or user_store()
         memory = system.device_memory
         plan = plan_here(request, where, ranks, free_disk=store.free_bytes, device_memory=memory)
+        if plan.embedding and not plan.fits:  # the embeddings might, on the GPU
+            request = replace(request, locks_embedding=False)
+            other = plan_here(request, where, ranks, free_disk=store.free_bytes, device_memory=memory)
+            plan = other if other.fits else plan
         plan.check()
         ranks.share(None)  # no rank loads before every rank has found that there is room
         given: dict[str, Any] = {"tiling": limits.tiling}

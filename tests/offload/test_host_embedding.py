@@ -112,6 +112,17 @@ def test_host_memory_that_it_has_is_there_for_the_next_run(models, monkeypatch):
     assert plan.host_total == plan.request.process_bytes + BYTES
 
 
+def test_where_host_memory_is_short_it_is_on_the_gpu(models, monkeypatch):
+    """If that has room for it: a run that fits so begins."""
+    short = engine_of(models / "apart")[0].plan(64).request.process_bytes + BYTES // 2
+    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=short))
+    engine, simulator = engine_of(models / "apart")
+    plan = engine.plan(64)
+    assert plan.fits and plan.embedding == 0 == sum(simulator.locked.values())
+    assert bytes_by_part(engine.held())["weights"] == plan.weights
+    assert engine.generate(PROMPT, Sampling(0.0), 2).token_ids
+
+
 def test_an_output_head_stays_on_the_gpu(models):
     engine, simulator = engine_of(models / "tied", models / "tied-draft")
     plan = engine.plan(64)
