@@ -77,12 +77,22 @@ def lasting_memory(shape: Sequence[int], dtype: torch.dtype, device: torch.devic
     size = prod(shape) * dtype.itemsize
     if not on_cpu(device) or size < _SMALL:
         return torch.empty(shape, dtype=dtype, device=device)
+    return _part(*_lasting_pages(size), size).view(dtype).view(*shape)
+
+
+def _lasting_pages(size: int) -> tuple[mmap.mmap, int]:
+    """See `lasting_memory`: pages, and where in them it begins."""
     huge = size >= HUGE_PAGE and hasattr(mmap, "MADV_HUGEPAGE")
     pages = new_pages(size + HUGE_PAGE if huge else size, huge=False)
     first = -torch.frombuffer(pages, dtype=torch.uint8).data_ptr() % HUGE_PAGE if huge else 0
     if huge:
         _ask_for_huge_pages(pages, first, size // HUGE_PAGE * HUGE_PAGE)  # not for one that would end behind it
-    return torch.frombuffer(pages, dtype=torch.uint8, count=size, offset=first).view(dtype).view(*shape)
+    return pages, first
+
+
+def _part(pages: mmap.mmap, first: int, size: int) -> Tensor:
+    """uint8 `[size]` in pages, which it keeps; a storage of its own."""
+    return torch.frombuffer(pages, dtype=torch.uint8, count=size, offset=first)
 
 
 _PIECE = 2**25
@@ -95,15 +105,18 @@ class _Pieces:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._piece: Tensor | None = None
+        self._piece: mmap.mmap | None = None
+        self._first = self._left = 0
 
     def take(self, size: int) -> Tensor:
         """uint8 `[size]`, from the border of a page on."""
         with self._lock:
-            if self._piece is None or len(self._piece) < size:
-                self._piece = lasting_memory((_PIECE,), torch.uint8, torch.device("cpu"))
-            taken, self._piece = self._piece[:size], self._piece[-(-size // mmap.PAGESIZE) * mmap.PAGESIZE :]
-        return taken
+            if self._piece is None or self._left < size:
+                self._piece, self._first = _lasting_pages(_PIECE)
+                self._left = _PIECE
+            found, taken = _part(self._piece, self._first, size), -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
+            self._first, self._left = self._first + taken, self._left - taken
+        return found
 
 
 _pieces = _Pieces()
