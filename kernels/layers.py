@@ -85,7 +85,7 @@ def held_gated_mlp(
     kernels = _kernels_for_held(x, gate.inputs, onto, norm)
     if kernels is None or (up.inputs, up.outputs, down.inputs) != (gate.inputs, gate.outputs, gate.outputs):
         return None
-    given = None, None, held, len(held)
+    given = None, None, held
     return _normed(kernels.triforce_gated_mlp, x, norm, eps, given, onto, (gate.inputs, gate.outputs), down.outputs)
 
 
@@ -174,7 +174,7 @@ def gated_mlp(
         result = _by_tiles(plain, x)
         return result if onto is None else onto.add_(result)
     hidden, width = down.shape
-    given = gate_up.data_ptr(), down.data_ptr(), None, 0
+    given = gate_up.data_ptr(), down.data_ptr(), None
     return _normed(kernels.triforce_gated_mlp, x, norm, eps, given, onto, (hidden, width), hidden)
 
 
@@ -220,13 +220,13 @@ def _normed(
     x: Tensor,
     norm: Tensor | None,
     eps: float,
-    given: tuple[Any, Any, Any, int],
+    given: tuple[Any, ...],
     onto: Tensor | None,
     sizes: tuple[int, int],
     outputs: int,
 ) -> Tensor:
     """Calls `triforce_linear` or `triforce_gated_mlp`, which take the same arguments but for `given`: matrix and bias,
-    or two matrices, and what holds them in few bits, in how many parts."""
+    or two matrices, and what holds them in few bits; of the first also in how many parts."""
     out = torch.empty((x.shape[0], outputs), dtype=x.dtype, device=x.device) if onto is None else onto
     failed = call(
         kernel,

@@ -470,8 +470,6 @@ def _described(matrices: Sequence[QuantisedMatrix]) -> ctypes.Array[QuantisedCal
 def quantised_experts(x: Tensor, experts: ctypes.Array[QuantisedCall], ids: Tensor, shares: Tensor) -> Tensor | None:
     """What a mixture of experts in few bits gives for the rows of a step, where one compiled kernel computes it; else
     `None`. See `layers.held_expert_mlps`."""
-    if x.dtype != torch.bfloat16 or len(x) > STEP_ROWS or not on_cpu(x.device):
-        return None
     return held_expert_mlps(x, experts, ids.contiguous(), shares.contiguous())
 
 

@@ -13,7 +13,7 @@ from enum import IntEnum
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
-_ABI = 18
+_ABI = 19
 """`TRIFORCE_ABI` of cpu.h."""
 
 
@@ -140,11 +140,9 @@ def _declare(kernels: ctypes.CDLL) -> None:
     pointer, count, real, flag = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int
     kernels.triforce_attend.argtypes = [ctypes.POINTER(AttentionCall), count]
     quantised = ctypes.POINTER(QuantisedCall)
-    for kernel in (kernels.triforce_linear, kernels.triforce_gated_mlp):
-        kernel.argtypes = [
-            *(pointer, count, pointer, real, pointer, pointer, quantised, count, pointer, flag),
-            *(count, count, count, flag, flag, flag),
-        ]
+    weights, rest = [pointer, pointer, quantised], [pointer, flag, count, count, count, flag, flag, flag]
+    kernels.triforce_linear.argtypes = [pointer, count, pointer, real, *weights, count, *rest]
+    kernels.triforce_gated_mlp.argtypes = [pointer, count, pointer, real, *weights, *rest]
     kernels.triforce_expert_mlps.argtypes = [
         *(pointer, count, count, count, quantised, count, pointer, pointer, count, pointer, flag, flag),
     ]

@@ -36,7 +36,7 @@ INLINE float float_of_bits(uint32_t bits)
 
 /* Raised whenever the arguments of a function or the arithmetic of a level change, so that Python refuses a library built
  * from other sources. */
-#define TRIFORCE_ABI 18
+#define TRIFORCE_ABI 19
 EXPORT int triforce_abi(void);
 
 /* Bytes of `Attention` (attention.h), which Python compares with its own declaration of it. */
@@ -126,8 +126,8 @@ EXPORT int triforce_linear(const void *x, int64_t stride, const void *norm, floa
  * `[hidden, width]`; in bfloat16 `held` may be what holds the three of them, or else NULL. With `adds` that is added to what
  * `out` holds, which may be `x`. 1 if memory ran out, else 0. */
 EXPORT int triforce_gated_mlp(const void *x, int64_t stride, const void *norm, float eps, const void *gate_up,
-                              const void *down, const Quantised *held, int64_t matrices, void *out, int adds, int64_t n,
-                              int64_t hidden, int64_t width, int is_bf16, int level, int threads);
+                              const void *down, const Quantised *held, void *out, int adds, int64_t n, int64_t hidden,
+                              int64_t width, int is_bf16, int level, int threads);
 
 /* `out[r]`, float32, is the sum of the MLPs of the experts of row r of `x` [n][hidden], bfloat16, each rounded to bfloat16 and times
  * its share, in the order of their numbers: `ids` and `shares` are [n][used], and `held` is gate, up and down of each of `count`

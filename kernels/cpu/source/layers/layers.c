@@ -462,10 +462,9 @@ int triforce_linear(const void *x, int64_t stride, const void *norm, float eps, 
 }
 
 int triforce_gated_mlp(const void *x, int64_t stride, const void *norm, float eps, const void *gate_up, const void *down,
-                       const Quantised *held, int64_t matrices, void *out, int adds, int64_t n, int64_t hidden, int64_t width,
-                       int is_bf16, int level, int threads)
+                       const Quantised *held, void *out, int adds, int64_t n, int64_t hidden, int64_t width, int is_bf16,
+                       int level, int threads)
 {
-    (void)matrices; /* three, where any are held */
     const Weights gate = {gate_up, held, width}, lower = {down, held ? held + 2 : NULL, hidden};
     const Weights up = {held ? NULL : at(gate_up, width * hidden, is_bf16), held ? held + 1 : NULL, width};
     return is_bf16 ? gated_mlp(x, stride, norm, eps, &gate, &up, &lower, out, adds, n, hidden, width, 1, level, threads)
