@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from .attention import attend, attend_blocks, takes_blocks
     from .chunks import chunk_mass, chunk_scores, copy_chunks, gather_chunks, select_chunks
     from .cpu.library import Level, arithmetic, cpu_level, instructions
-    from .layers import gated_mlp, linear, put, rotate, rows_are_independent
+    from .layers import gated_mlp, linear, put, rms_norm, rotate, rows_are_independent
     from .packing import gather_packed, is_packed, pack, unpack
     from .partials import merge_partials, new_running
     from .plain_attention import Scratch
@@ -47,6 +47,7 @@ __all__ = [
     "pack",
     "padded_rows",
     "put",
+    "rms_norm",
     "rotate",
     "rows_are_independent",
     "select_chunks",
@@ -59,7 +60,7 @@ _NAMES = {
     ".attention": ("attend", "attend_blocks", "takes_blocks"),
     ".chunks": ("chunk_mass", "chunk_scores", "copy_chunks", "gather_chunks", "select_chunks"),
     ".cpu.library": ("Level", "arithmetic", "cpu_level", "instructions"),
-    ".layers": ("gated_mlp", "linear", "put", "rotate", "rows_are_independent"),
+    ".layers": ("gated_mlp", "linear", "put", "rms_norm", "rotate", "rows_are_independent"),
     ".packing": ("gather_packed", "is_packed", "pack", "unpack"),
     ".partials": ("merge_partials", "new_running"),
     ".plain_attention": ("Scratch",),

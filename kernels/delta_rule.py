@@ -165,13 +165,6 @@ def _next_piece(begin: int, stop: int) -> tuple[int, bool]:
     return (begin + whole, True) if whole else (stop, False)
 
 
-def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """The RMS norm over the last dimension of `x`, times `weight`, times the SiLU of `gate`; `x` and `gate` are of one
-    shape, the result is in `x`'s dtype. What is not the norm's sum is computed in float32."""
-    normed = F.rms_norm(x.float(), weight.shape, None, eps).to(x.dtype) * weight
-    return (normed * F.silu(gate.float())).to(x.dtype)
-
-
 def _steps_compiled(
     inputs: Tensor,
     gates: Tensor,

@@ -89,28 +89,59 @@ def held_gated_mlp(
     return _normed(kernels.triforce_gated_mlp, x, norm, eps, given, onto, (gate.inputs, gate.outputs), down.outputs)
 
 
-def held_expert_mlps(x: Tensor, experts: ctypes.Array[QuantisedCall], ids: Tensor, shares: Tensor) -> Tensor | None:
+def choose_experts(x: Tensor, router: Tensor, used: int, *, normalised: bool) -> tuple[Tensor, Tensor]:
+    """The experts of each row of `x` `[n, hidden]`: the `used` likeliest by the softmax of the product with `router`,
+    the likeliest first, and of equal ones the first. Products and probabilities are float32.
+
+    Args:
+        router: float32 `[experts, hidden]`, contiguous.
+        normalised: whether a row's shares are to sum to 1.
+
+    Returns:
+        The shares and numbers of each row's experts, float32 and int64 `[n, used]`.
+    """
+    fits = len(x) <= STEP_ROWS and x.is_contiguous() and router.dtype == torch.float32 and router.is_contiguous()
+    kernels = _kernels(x.device, x.dtype, selected().layers) if fits else None
+    if kernels is None:
+        likely = linear(x.float(), router).softmax(dim=-1).sort(dim=-1, descending=True, stable=True)
+        shares = likely.values[:, :used]
+        return shares / shares.sum(dim=-1, keepdim=True) if normalised else shares, likely.indices[:, :used]
+    shares, ids = torch.empty(len(x), used), torch.empty(len(x), used, dtype=torch.int64)
+    failed = call(
+        kernels.triforce_choose_experts,
+        *(x.data_ptr(), *x.shape, x.dtype == torch.bfloat16, router.data_ptr(), len(router), used, normalised),
+        *(ids.data_ptr(), shares.data_ptr(), cpu_level(), threads()),
+    )
+    if failed:
+        raise MemoryError(f"no memory for the temporaries of {x.shape[0]} rows")
+    return shares, ids
+
+
+def held_expert_mlps(
+    x: Tensor, experts: ctypes.Array[QuantisedCall], ids: Tensor, shares: Tensor, *, onto: Tensor | None = None
+) -> Tensor | None:
     """The sums of a mixture of experts that are in few bits, in bfloat16, for the rows of a step: what `held_gated_mlp`
-    gives of each row's experts, in the order of their numbers, times its share.
+    gives of each row's experts, in the order of their numbers, times its share; summed in float32, then rounded.
 
     Args:
         x: `[n, hidden]`, contiguous.
         experts: gate, up and down of each expert, all of the same sizes.
         ids: int64 `[n, used]`, contiguous: the numbers of a row's experts.
         shares: float32, likewise.
+        onto: `[n, hidden]`, no part of `x`: what the result is added to.
 
     Returns:
-        float32 `[n, hidden]`; `None` where no compiled kernel computes that.
+        `[n, hidden]`: `onto`, if that is given; `None` where no compiled kernel computes that.
     """
     gate, hidden = experts[0], x.shape[1]
-    kernels = _kernels_for_held(x, gate.inputs, None) if x.is_contiguous() else None
+    kernels = _kernels_for_held(x, gate.inputs, onto) if x.is_contiguous() else None
     if kernels is None:
         return None
-    out = torch.empty(x.shape, dtype=torch.float32)
+    out = torch.empty_like(x) if onto is None else onto
     failed = call(
         kernels.triforce_expert_mlps,
         *(x.data_ptr(), x.shape[0], hidden, gate.outputs, experts, len(experts) // 3),
-        *(ids.data_ptr(), shares.data_ptr(), ids.shape[1], out.data_ptr(), int(cpu_level()), threads()),
+        *(ids.data_ptr(), shares.data_ptr(), ids.shape[1], out.data_ptr(), onto is not None, cpu_level(), threads()),
     )
     if failed:
         raise MemoryError(f"no memory for the temporaries of {x.shape[0]} rows")
@@ -118,8 +149,20 @@ def held_expert_mlps(x: Tensor, experts: ctypes.Array[QuantisedCall], ids: Tenso
 
 
 def rms_norm(x: Tensor, norm: Tensor, eps: float) -> Tensor:
-    """The RMS norm over the last dimension of `x`, times `norm`, in `x`'s dtype. A norm in float32 multiplies what is
-    not rounded yet."""
+    """The RMS norm over the last dimension of `x` `[n, width]` or `[heads, n, width]`, times `norm` `[width]`, in `x`'s
+    dtype. A norm in float32 multiplies what is not rounded yet."""
+    fits = x.shape[-2] <= STEP_ROWS and x.stride(-1) == 1 and norm.is_contiguous()
+    fits = fits and norm.dtype in (x.dtype, torch.float32)
+    kernels = _kernels(x.device, x.dtype, selected().layers) if fits else None
+    if kernels is not None:
+        out = torch.empty(x.shape, dtype=x.dtype)
+        heads, head_stride = (len(x), x.stride(0)) if x.dim() == 3 else (1, 0)
+        call(
+            kernels.triforce_rms_norm,
+            *(x.data_ptr(), head_stride, x.stride(-2), norm.data_ptr(), norm.dtype == torch.bfloat16, eps),
+            *(out.data_ptr(), heads, *x.shape[-2:], x.dtype == torch.bfloat16, threads()),
+        )
+        return out
     if norm.dtype == x.dtype:
         return F.rms_norm(x, norm.shape, norm, eps)
     return F.rms_norm(x.to(norm.dtype), norm.shape, norm, eps).to(x.dtype)
@@ -137,7 +180,37 @@ def gated(gate: Tensor, up: Tensor, activation: str) -> Tensor:
 
 def by_sigmoid(x: Tensor, gate: Tensor) -> Tensor:
     """`x` `[n, width]` times the sigmoid of `gate`, which is as wide, or 1; see `gated`."""
-    return by_rows(torch.sigmoid, gate).mul(x)
+    fits = len(x) <= STEP_ROWS and x.is_contiguous() and gate.is_contiguous() and gate.dtype == x.dtype
+    kernels = _kernels(x.device, x.dtype, selected().layers) if fits else None
+    if kernels is None:
+        return by_rows(torch.sigmoid, gate).mul(x)
+    out = torch.empty_like(x)
+    sizes = *x.shape, x.dtype == torch.bfloat16
+    call(kernels.triforce_by_sigmoid, x.data_ptr(), gate.data_ptr(), gate.shape[1], out.data_ptr(), *sizes)
+    return out
+
+
+def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """The RMS norm over the last dimension of `x` `[n, heads, width]`, times `weight` `[width]`, times the SiLU of `gate`
+    `[n, heads, width]`, in `x`'s dtype. What is not the norm's sum is computed in float32; see `gated`."""
+    n, heads, width = x.shape
+    fits = n <= STEP_ROWS and x.is_contiguous() and gate.stride()[1:] == (width, 1) and weight.is_contiguous()
+    fits = fits and x.dtype == gate.dtype == weight.dtype
+    kernels = _kernels(x.device, x.dtype, selected().layers) if fits else None
+    if kernels is None:
+
+        def plain(both: Tensor) -> Tensor:
+            normed = F.rms_norm(both[..., 0, :, :].float(), weight.shape, None, eps).to(x.dtype) * weight
+            return (normed * F.silu(both[..., 1, :, :].float())).to(x.dtype)
+
+        return by_rows(plain, torch.stack((x, gate), dim=1))
+    out = torch.empty_like(x)
+    call(
+        kernels.triforce_gated_norm,
+        *(x.data_ptr(), gate.data_ptr(), gate.stride(0), weight.data_ptr(), eps, out.data_ptr()),
+        *(*x.shape, x.dtype == torch.bfloat16, threads()),
+    )
+    return out
 
 
 def by_rows(compute: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
@@ -149,13 +222,13 @@ def by_rows(compute: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 
 
 def gated_mlp(
-    x: Tensor, norm: Tensor, eps: float, gate_up: Tensor, down: Tensor, *, onto: Tensor | None = None
+    x: Tensor, norm: Tensor | None, eps: float, gate_up: Tensor, down: Tensor, *, onto: Tensor | None = None
 ) -> Tensor:
-    """The MLP of Llama, with the RMS norm before it: `down · (silu(gate · y) * (up · y))`.
+    """The MLP of Llama, with the RMS norm before it, if one is given: `down · (silu(gate · y) * (up · y))`.
 
     Args:
         x: `[n, hidden]`.
-        norm: `[hidden]`.
+        norm: `[hidden]`, in `x`'s dtype.
         gate_up: `[2 * intermediate, hidden]`, contiguous.
         down: `[hidden, intermediate]`, contiguous.
         onto: `[n, hidden]`, which may be `x`: what the result, in `x`'s dtype, is added to.
@@ -168,7 +241,8 @@ def gated_mlp(
     if kernels is None:
 
         def plain(rows: Tensor) -> Tensor:
-            gate, up = F.linear(F.rms_norm(rows, norm.shape, norm, eps), gate_up).chunk(2, dim=-1)
+            normed = rows if norm is None else F.rms_norm(rows, norm.shape, norm, eps)
+            gate, up = F.linear(normed, gate_up).chunk(2, dim=-1)
             return F.linear(gated(gate, up, "silu"), down)
 
         result = _by_tiles(plain, x)
@@ -279,6 +353,16 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, out: Tensor | None = None) -> Te
         return out.copy_(torch.addcmul(x * cos, x.roll(head_dim // 2, dims=-1), sin))
     _rotate(kernels, x, (cos, sin), out, None)
     return out
+
+
+def copy_rows(x: Tensor, out: Tensor) -> None:
+    """Writes `x` `[heads, n, head_dim]` to `out`, which has its shape and dtype, and may be a slice of a cache."""
+    fits = x.shape[1] <= STEP_ROWS and x.stride(2) == out.stride(2) == 1 and x.dtype == out.dtype
+    kernels = _kernels(x.device, x.dtype, selected().layers) if fits else None
+    if kernels is None:
+        out.copy_(x)
+    else:
+        _rotate(kernels, x, None, out, None)
 
 
 def put(x: Tensor, buffer: Tensor, slots: Tensor, rotation: tuple[Tensor, Tensor] | None = None) -> None:

@@ -467,10 +467,12 @@ def _described(matrices: Sequence[QuantisedMatrix]) -> ctypes.Array[QuantisedCal
     return (QuantisedCall * len(matrices))(*(one.described[0] for one in matrices))
 
 
-def quantised_experts(x: Tensor, experts: ctypes.Array[QuantisedCall], ids: Tensor, shares: Tensor) -> Tensor | None:
+def quantised_experts(
+    x: Tensor, experts: ctypes.Array[QuantisedCall], ids: Tensor, shares: Tensor, *, onto: Tensor | None = None
+) -> Tensor | None:
     """What a mixture of experts in few bits gives for the rows of a step, where one compiled kernel computes it; else
     `None`. See `layers.held_expert_mlps`."""
-    return held_expert_mlps(x, experts, ids.contiguous(), shares.contiguous())
+    return held_expert_mlps(x, experts, ids.contiguous(), shares.contiguous(), onto=onto)
 
 
 def takes_chosen(device: torch.device) -> bool:

@@ -17,8 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..kernels.delta_rule import DeltaWeights, gated_norm
-from ..kernels.layers import by_rows, by_sigmoid, rms_norm, rows_are_independent
+from ..kernels.delta_rule import DeltaWeights
+from ..kernels.layers import by_sigmoid, gated_norm, rms_norm, rows_are_independent
 from ..kernels.selection import STEP_ROWS
 from .errors import CapacityError, ModelError
 from .matrices import (
@@ -453,7 +453,7 @@ class Decoder:
     @property
     def waits_in_steps(self) -> bool:
         """Whether the host waits for the device within a step, which then cannot be captured."""
-        return any(isinstance(layer.mlp, ExpertMlps) and layer.mlp.waits for layer in self._layers)
+        return any(isinstance(layer.mlp, ExpertMlps) and layer.mlp.waits(self.dtype) for layer in self._layers)
 
     def mean_over_copies(self, values: list[Tensor]) -> list[Tensor]:
         """`values`, each `[num_kv_heads of this rank, m]`, averaged over the ranks that hold the same KV head."""
@@ -525,9 +525,7 @@ class Decoder:
         if linear.names.joint_decay:
             of_gates = torch.cat([x.reshape(n, -1) for x in of_gates.view(n, keys, -1).chunk(2, dim=2)], dim=1)
         out = cache.advance_states(place, mixed, of_gates, attention.delta)
-        both = torch.stack((out, z.reshape(out.shape)), dim=1)
-        eps = self.config.rms_norm_eps
-        return by_rows(lambda x: gated_norm(x[..., 0, :, :], x[..., 1, :, :], attention.norm, eps), both).view(n, -1)
+        return gated_norm(out, z.reshape(out.shape), attention.norm, self.config.rms_norm_eps).view(n, -1)
 
     def _mlp(self, layer: _Layer, rows: Tensor) -> None:
         """Adds a layer's MLP to `rows` `[n, hidden]`."""

@@ -20,7 +20,16 @@ from torch import Tensor
 
 from ..kernels.cpu.library import QuantisedCall
 from ..kernels.host_rows import rows_from_host
-from ..kernels.layers import by_sigmoid, gated, gated_mlp, linear, products_are_independent, rms_norm
+from ..kernels.layers import (
+    by_sigmoid,
+    choose_experts,
+    gated,
+    gated_mlp,
+    linear,
+    products_are_independent,
+    rms_norm,
+    steps_make_numbers,
+)
 from ..kernels.packages import usable_packages
 from ..kernels.quantised import (
     Choice,
@@ -319,16 +328,12 @@ class GatedMlp:
 
     def of(self, rows: Tensor, *, norm: Tensor | None = None, eps: float = 0.0, onto: Tensor | None = None) -> Tensor:
         """What it gives for `rows` `[n, hidden]`, with the norm before it, if one is given; see `kernels.gated_mlp`."""
-        if (
-            norm is not None
-            and norm.dtype == rows.dtype
-            and self.activation == "silu"
-            and isinstance(self.gate_up, DenseWeight)
-            and isinstance(self.down, DenseWeight)
-        ):
-            return gated_mlp(rows, norm, eps, self.gate_up.matrix, self.down.matrix, onto=onto)
-        if self.in_few_bits and self.activation == "silu" and (norm is None or norm.dtype == rows.dtype):
-            found = quantised_mlp(rows, self.in_few_bits, norm, eps, onto=onto)
+        if norm is not None and norm.dtype != rows.dtype:
+            rows, norm = rms_norm(rows, norm, eps), None
+        if self.activation == "silu":
+            if isinstance(self.gate_up, DenseWeight) and isinstance(self.down, DenseWeight):
+                return gated_mlp(rows, norm, eps, self.gate_up.matrix, self.down.matrix, onto=onto)
+            found = quantised_mlp(rows, self.in_few_bits, norm, eps, onto=onto) if self.in_few_bits else None
             if found is not None:
                 return found
         gate, up = self.gate_up.times(rows, norm=norm, eps=eps).chunk(2, dim=-1)
@@ -407,10 +412,9 @@ class ExpertMlps:
         parts = tuple(GatedMlp(part(gate_up, i), part(down, i)) for i in range(len(experts)))
         return cls(router, parts, used, normalised, (gate_up, down), shared)
 
-    @property
-    def waits(self) -> bool:
-        """Whether the host waits in a step for which experts rows have."""
-        return self.stacked is None or not takes_chosen(self.router.device)
+    def waits(self, dtype: torch.dtype) -> bool:
+        """Whether the host waits in a step in `dtype` for which experts rows have."""
+        return not self._takes_chosen and not self._is_one_call(dtype)
 
     @property
     def weights(self) -> tuple[Weight, ...]:
@@ -422,20 +426,23 @@ class ExpertMlps:
     def of(self, rows: Tensor, *, norm: Tensor, eps: float, onto: Tensor | None = None) -> Tensor:
         """See `GatedMlp.of`."""
         rows = rms_norm(rows, norm, eps)
-        total = self._sums(rows, *self._chosen(rows)).to(rows.dtype)
-        if self.shared:
-            total += self.shared.of(rows)
+        shares, ids = choose_experts(rows, self.router, self.used, normalised=self.normalised)
+        if self.shared is None:
+            return self._sums(rows, shares, ids, onto)
+        total = self._sums(rows, shares, ids)
+        total += self.shared.of(rows)
         return total if onto is None else onto.add_(total)
 
-    def _sums(self, rows: Tensor, shares: Tensor, of_experts: Tensor) -> Tensor:
-        """The sums of the rows' experts, `[n, hidden]` float32."""
-        if len(rows) <= STEP_ROWS and not self.waits:
-            return self._together(rows, shares, of_experts)
-        if len(rows) <= STEP_ROWS and rows.dtype == torch.bfloat16 and on_cpu(rows.device) and self._described:
-            found = quantised_experts(rows, self._described, of_experts, shares)
+    def _sums(self, rows: Tensor, shares: Tensor, of_experts: Tensor, onto: Tensor | None = None) -> Tensor:
+        """The sums of the rows' experts, `[n, hidden]`, which are float32 until they are rounded."""
+        is_step = len(rows) <= STEP_ROWS
+        if is_step and self._is_one_call(rows.dtype) and self._described:
+            found = quantised_experts(rows, self._described, of_experts, shares, onto=onto)
             if found is not None:
                 return found
-        return self._one_by_one(rows, shares, of_experts)
+        by_chosen = is_step and self._takes_chosen
+        total = (self._together if by_chosen else self._one_by_one)(rows, shares, of_experts).to(rows.dtype)
+        return total if onto is None else onto.add_(total)
 
     def __getstate__(self) -> dict[str, Any]:
         """What a copy takes over: no addresses."""
@@ -446,6 +453,16 @@ class ExpertMlps:
         """What compiled kernels are told of the experts, where all of them are in few bits."""
         matrices = [one for expert in self.experts for one in expert.in_few_bits if expert.activation == "silu"]
         return described_experts(matrices) if len(matrices) == 3 * len(self.experts) else None
+
+    def _is_one_call(self, dtype: torch.dtype) -> bool:
+        """Whether one compiled kernel computes the experts of a step's rows."""
+        device = self.router.device
+        return on_cpu(device) and steps_make_numbers(device, dtype) and self._described is not None
+
+    @property
+    def _takes_chosen(self) -> bool:
+        """Whether products are with what is chosen of all experts in one."""
+        return self.stacked is not None and takes_chosen(self.router.device)
 
     def _together(self, rows: Tensor, shares: Tensor, of_experts: Tensor) -> Tensor:
         """See `_sums`; of a step's rows, for which the host does not wait."""
@@ -474,13 +491,6 @@ class ExpertMlps:
                 its_rows, its_shares = of_rows[start:stop], shares[start:stop]
                 total.index_add_(0, its_rows, self.experts[expert].of(rows[its_rows]).float().mul_(its_shares))
         return total
-
-    def _chosen(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """The shares and numbers of each row's experts, `[n, used]`."""
-        likely = linear(rows.float(), self.router).softmax(dim=-1).sort(dim=-1, descending=True, stable=True)
-        shares = likely.values[:, : self.used]
-        return shares / shares.sum(dim=-1, keepdim=True) if self.normalised else shares, likely.indices[:, : self.used]
-
 
 Mlp = GatedMlp | ExpertMlps
 

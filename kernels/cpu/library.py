@@ -13,7 +13,7 @@ from enum import IntEnum
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
-_ABI = 19
+_ABI = 20
 """`TRIFORCE_ABI` of cpu.h."""
 
 
@@ -39,9 +39,9 @@ _DESCRIPTIONS = {
     Level.AMX: "AMX: matrix products in bfloat16",
 }
 
-_ARITHMETIC = {Level.NONE: 0, Level.AVX2: 1, Level.AVX512: 2, Level.AVX512_BF16: 8, Level.AMX: 9}
+_ARITHMETIC = {Level.NONE: 0, Level.AVX2: 1, Level.AVX512: 2, Level.AVX512_BF16: 10, Level.AMX: 11}
 """The number of each level's arithmetic. Where the kernels of a level change what they round, the level gets a number
-that no level ever had; 3 to 7 are used up."""
+that no level ever had; 3 to 9 are used up."""
 
 
 class AttentionCall(ctypes.Structure):
@@ -144,8 +144,20 @@ def _declare(kernels: ctypes.CDLL) -> None:
     kernels.triforce_linear.argtypes = [pointer, count, pointer, real, *weights, count, *rest]
     kernels.triforce_gated_mlp.argtypes = [pointer, count, pointer, real, *weights, *rest]
     kernels.triforce_expert_mlps.argtypes = [
-        *(pointer, count, count, count, quantised, count, pointer, pointer, count, pointer, flag, flag),
+        *(pointer, count, count, count, quantised, count, pointer, pointer, count, pointer, flag, flag, flag),
     ]
+    kernels.triforce_choose_experts.argtypes = [
+        *(pointer, count, count, flag, pointer, count, count, flag, pointer, pointer, flag, flag),
+    ]
+    kernels.triforce_rms_norm.argtypes = [
+        *(pointer, count, count, pointer, flag, real, pointer, count, count, count, flag, flag),
+    ]
+    kernels.triforce_gated_norm.argtypes = [
+        *(pointer, pointer, count, pointer, real, pointer, count, count, count, flag, flag),
+    ]
+    kernels.triforce_by_sigmoid.argtypes = [pointer, pointer, count, pointer, count, count, flag]
+    for kernel in (kernels.triforce_rms_norm, kernels.triforce_gated_norm, kernels.triforce_by_sigmoid):
+        kernel.restype = None
     kernels.triforce_rotate.argtypes = [
         *(pointer, count, count, pointer, pointer, count),
         *(pointer, count, count, pointer, count, count, count, flag),

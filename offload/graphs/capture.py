@@ -27,8 +27,8 @@ class Capture(Protocol):
     most_tokens: int
     """Tokens of a pass that is captured at most: longer ones are rare, and starting their kernels takes a smaller
     share."""
-    in_pieces: bool
-    """Whether passes of which attention cannot be captured are captured in `pieces`."""
+    pieces_rows: int
+    """Tokens of a pass at most of which all but its attention is captured, in `pieces`."""
 
     def takes(self, decoder: Decoder) -> bool:
         """Whether passes of `decoder`, with the kernels that are selected, can be captured."""

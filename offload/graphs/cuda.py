@@ -28,7 +28,7 @@ class CudaCapture:
     joins = True
     passes_before = 1
     most_tokens = 32
-    in_pieces = True
+    pieces_rows = 32
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

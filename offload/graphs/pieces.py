@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ...kernels.delta_rule import DeltaWeights
+from ...kernels.layers import copy_rows
 from ...tp.decoder import Cache, Decoder
 from ...tp.model.config import ModelConfig
 from ...tp.rope import rope_bytes
@@ -20,9 +21,6 @@ from ..caches.full import FullCache
 from ..caches.together import JoinedFullCache
 from ..held import Held
 from .capture import Capture, first_reason
-
-PIECES_ROWS = 32
-"""Tokens of a pass that is captured in pieces, at most."""
 
 MOST_SIZES = 16
 """Numbers of tokens whose passes are captured, at most: each takes CUDA some memory."""
@@ -62,7 +60,7 @@ class Pieces:
         Args: `padded` says whether rows are padded, as `kernels.selection.padded_rows` has it.
         """
         n = len(token_ids)
-        if self.failure or n > PIECES_ROWS or not 1 <= num_logits <= n or not capture.in_pieces:
+        if self.failure or n > capture.pieces_rows or not 1 <= num_logits <= n:
             return None
         if not isinstance(cache, FullCache | JoinedFullCache) or not capture.takes(self._decoder):
             return None
@@ -91,7 +89,7 @@ class Pieces:
         """Captures a pass; if that fails, why."""
         try:
             if self._buffers is None:
-                self._buffers, self._pool = _Buffers(self._decoder), capture.pool()
+                self._buffers, self._pool = _Buffers(self._decoder, capture.pieces_rows), capture.pool()
             one.capture(capture, self._pool, self._buffers)
         except RuntimeError as error:
             return first_reason(error)
@@ -102,11 +100,11 @@ class _Buffers:
     """What pieces read and write, at fixed addresses: of each token its id, rotation, query, key, value, result of
     attention, and logits."""
 
-    def __init__(self, decoder: Decoder) -> None:
+    def __init__(self, decoder: Decoder, most_rows: int) -> None:
         config, dtype, device = decoder.part, decoder.dtype, decoder.device
 
         def rows(*width: int, dtype: torch.dtype = dtype) -> Tensor:
-            return torch.zeros(PIECES_ROWS, *width, dtype=dtype, device=device)
+            return torch.zeros(most_rows, *width, dtype=dtype, device=device)
 
         self.token_ids = rows(dtype=torch.int64)
         self.rotation = tuple(rows(config.head_dim, dtype=torch.float32) for _ in range(2 * len(config.ropes)))
@@ -118,13 +116,32 @@ class _Buffers:
         return self.token_ids, *self.rotation, self.q, self.out, self.k, self.v, self.logits
 
 
-def pieces_bytes(config: ModelConfig, dtype: torch.dtype, row_bytes: int) -> int:
-    """Bytes of what pieces read and write, and of what they compute on the way, of which `row_bytes` are a row's inside
-    a layer."""
+def pieces_bytes(
+    config: ModelConfig, dtype: torch.dtype, row_bytes: int, capture: type[Capture], *, shared: bool = True
+) -> int:
+    """Bytes of what pieces read and write, and of what they compute on the way.
+
+    Args:
+        row_bytes: of a row inside a layer.
+        capture: what captures them.
+        shared: whether passes, and their layers, use the same memory on the way, one after another.
+    """
+    most, layers = capture.pieces_rows, 1 if shared else config.num_layers
     heads = 2 * (config.num_heads + config.num_kv_heads) * config.head_dim * dtype.itemsize
     buffers = 8 + rope_bytes(config, 1) + heads + 4 * config.vocab_size
-    on_the_way = row_bytes + config.hidden_size * dtype.itemsize + (4 + dtype.itemsize) * config.vocab_size
-    return PIECES_ROWS * (buffers + on_the_way)
+    on_the_way = layers * row_bytes + config.hidden_size * dtype.itemsize + (4 + dtype.itemsize) * config.vocab_size
+    return most * buffers + (most if shared else most * (most + 1) // 2) * on_the_way
+
+
+def kept_row_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
+    """Bytes of what a layer computes of a row where each layer of a captured pass has memory of its own: query, key and
+    value as they come, and normed, and what is read; rows as they are normed or added; the experts that are chosen; and
+    of an MLP that is no kernel its parts."""
+    numbers = config.head_dim * (2 + config.qk_norm) * (config.num_heads + config.num_kv_heads)
+    numbers += (2 + 2 * config.float32_norms + 4 * config.norms_behind) * config.hidden_size
+    if config.activation != "silu":
+        numbers += 5 * config.intermediate_size
+    return numbers * dtype.itemsize + (config.experts.used * (8 + 4) if config.experts else 0)
 
 
 class _PassInPieces:
@@ -162,7 +179,7 @@ class _PassInPieces:
         for layer, replay in enumerate(before_attention):
             replay()
             cache.append(layer, k, v)
-            out.copy_(cache.attend_rotated(layer, q))
+            copy_rows(cache.attend_rotated(layer, q), out)
         last()
         return buffers.logits[: self._num_logits]
 
@@ -198,7 +215,7 @@ class _BetweenPieces:
         rotation = tuple(table[:n] for table in buffers.rotation)
         for given, buffer in ((q, buffers.q), (k, buffers.k)):
             self._rope.rotate(layer, given, rotation, out=buffer[:n].transpose(0, 1))
-        buffers.v[:n].transpose(0, 1).copy_(v)
+        copy_rows(v, buffers.v[:n].transpose(0, 1))
         self._cut()
         return buffers.out[:n].transpose(0, 1)
 

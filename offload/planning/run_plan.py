@@ -27,7 +27,9 @@ from ..caches.retrieval import COPIED
 from ..caches.states import KEPT, LEAST_ROWS
 from ..caches.streaming import STREAMING_POSITIONS, streaming_bytes, streaming_prefill
 from ..graphs.passes import JOINED
-from ..graphs.pieces import pieces_bytes
+from ..graphs.cpu import CpuCapture
+from ..graphs.cuda import CudaCapture
+from ..graphs.pieces import kept_row_bytes, pieces_bytes
 from ..settings import Settings, refresh_mode
 from ..speculation.distribution import CPU_NUMBERS, GPU_NUMBERS, SORTING
 from ..speculation.lengths import DraftTokens
@@ -200,7 +202,16 @@ class RunPlan:
     @property
     def decoding(self) -> int:
         """The most that rounds take beside what lasts: retrieval caches, attention mass, and a pass."""
-        return self.retrieval + self.mass + self.step
+        return self.retrieval + self.mass + self.step + self.captured
+
+    @property
+    def captured(self) -> int:
+        """What passes have that a CPU captured in pieces; on a GPU it is a part of the reserve."""
+        request = self.request
+        if request.on_gpu or request.gpus > 1 or request.part.linear:
+            return 0
+        of_row = kept_row_bytes(request.part, request.dtype)
+        return pieces_bytes(request.target, request.dtype, of_row, CpuCapture, shared=False)
 
     @property
     def reading(self) -> int:
@@ -251,7 +262,7 @@ class RunPlan:
         of_row = _row_bytes(request, request.part)
         graphs = times * (logits + (rows * of_row if of_target else 0))
         if request.gpus == 1 and not request.part.linear:
-            graphs += pieces_bytes(request.target, request.dtype, of_row)
+            graphs += pieces_bytes(request.target, request.dtype, of_row, CudaCapture)
         return left_free(request.gpu_total_bytes or request.gpu_bytes or 0, request.gpus) | {"graphs": graphs}
 
     @property

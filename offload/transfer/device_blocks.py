@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ...kernels.chunks import gather_chunks
+from ...kernels.layers import copy_rows
 from ...tp.model.config import ModelConfig
 from ...tp.pages import HUGE_PAGE, lasting_memory
 from ..held import Held
@@ -276,8 +277,8 @@ def write_tokens(blocks: Tensor, start: int, k: Tensor, v: Tensor, clean: int) -
         index, offset = divmod(position, block_size)
         block = blocks[index]
         n = min(stop - position, block_size - offset)
-        block[0, :, offset : offset + n] = k[:, taken : taken + n]
-        block[1, :, offset : offset + n] = v[:, taken : taken + n]
+        for x, half in ((k, block[0]), (v, block[1])):
+            copy_rows(x[:, taken : taken + n], half[:, offset : offset + n])
         if index >= clean:
             block[:, :, offset + n :].zero_()
             clean = index + 1

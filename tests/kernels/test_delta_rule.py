@@ -6,7 +6,8 @@ import pytest
 import torch
 from transformers.models.qwen3_next import modeling_qwen3_next as theirs
 from triforce.kernels import Level, cpu_level, use_kernels
-from triforce.kernels.delta_rule import DeltaWeights, delta_chunks, delta_steps, gated_norm
+from triforce.kernels.delta_rule import DeltaWeights, delta_chunks, delta_steps
+from triforce.kernels.layers import gated_norm, products_are_independent
 from triton_runs import both, compiled_table, interpreted
 
 KEY_HEADS, VALUE_HEADS, KEY_DIM, VALUE_DIM, KERNEL = 2, 6, 16, 24, 4
@@ -180,6 +181,10 @@ def test_chunks_are_at_absolute_positions():
 def test_the_gated_norm_is_that_of_transformers(dtype):
     norm = theirs.Qwen3NextRMSNormGated(VALUE_DIM, eps=1e-6).to(dtype)
     torch.nn.init.uniform_(norm.weight, 0.5, 1.5)
-    x, gate = torch.randn(2, 5, VALUE_HEADS, VALUE_DIM).to(dtype)
-    want = norm(x, gate)
-    assert (gated_norm(x, gate, norm.weight, 1e-6) - want).abs().max() <= (1e-6 if dtype == torch.float32 else 2e-2)
+    x, inputs = torch.randn(5, VALUE_HEADS, VALUE_DIM).to(dtype), torch.randn(5, 3 * VALUE_HEADS * VALUE_DIM).to(dtype)
+    gate = inputs.chunk(3, dim=1)[1].view(x.shape)  # as it lies in what a projection gives
+    want, found = norm(x, gate), gated_norm(x, gate, norm.weight, 1e-6)
+    assert (found - want).abs().max() <= (1e-6 if dtype == torch.float32 else 2e-2)
+    if products_are_independent(x.device, dtype):
+        for i in range(5):
+            assert torch.equal(gated_norm(x[i : i + 1], gate[i : i + 1], norm.weight, 1e-6)[0], found[i])

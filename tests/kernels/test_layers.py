@@ -14,11 +14,13 @@ from triforce.kernels import (
     linear,
     padded_rows,
     put,
+    rms_norm,
     rotate,
     rows_are_independent,
     use_kernels,
 )
 
+CPU = torch.device("cpu")
 SHAPES = [
     (96, 32),
     (13, 77),
@@ -31,6 +33,11 @@ SHAPES = [
     (34, 2),
 ]  # outputs, inputs
 FORMATS = [(torch.float32, 2e-6), (torch.bfloat16, 8e-3)]
+NORMS = [
+    (torch.float32, torch.float32, 2e-6),
+    (torch.bfloat16, torch.bfloat16, 8e-3),
+    (torch.bfloat16, torch.float32, 4e-3),
+]
 ROWS = [1, 2, 3, 5, 13, 32, 33]
 
 
@@ -60,6 +67,22 @@ def test_linear_is_the_product_of_the_normalised_rows(n, outputs, inputs, dtype,
     assert_near(linear(x, weight, bias), plain + bias.double(), tolerance)
     wanted = norm_of(x, norm, 1e-5) @ weight.double().T + bias.double()
     assert_near(linear(x, weight, bias, norm=norm, eps=1e-5), wanted, 2 * tolerance)
+
+
+@pytest.mark.parametrize(("dtype", "of_norm", "tolerance"), NORMS)
+@pytest.mark.parametrize(("heads", "width"), [(None, 77), (None, 4096), (1, 8), (5, 128)])
+@pytest.mark.parametrize("n", [1, 3, 13, 70])
+def test_a_norm_is_one_by_the_root_of_the_mean_square(n, heads, width, dtype, of_norm, tolerance):
+    """Of rows, also where heads' rows lie side by side; a row has the same bits alone."""
+    x = random(n, (heads or 1) * width + 3, dtype=dtype, seed=1)[:, 3:]
+    x = x if heads is None else x.view(n, heads, width).transpose(0, 1)
+    norm = random(width, dtype=of_norm, seed=2)
+    found = rms_norm(x, norm, 1e-5)
+    assert found.shape == x.shape and found.dtype == dtype
+    assert_near(found, norm_of(x, norm, 1e-5), tolerance)
+    if rows_are_independent(CPU, dtype, 64):
+        for i in range(n):
+            assert torch.equal(rms_norm(x[..., i : i + 1, :], norm, 1e-5), found[..., i : i + 1, :])
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), FORMATS)

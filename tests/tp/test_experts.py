@@ -12,6 +12,7 @@ from spmd import run_jobs
 from tiny import greedy_oracle, random_tokens, save_family
 from transformers import MixtralConfig, Qwen3MoeConfig
 from triforce.kernels import Level, cpu_level
+from triforce.kernels.layers import choose_experts, products_are_independent
 from triforce.kernels.quantised import QuantisedMatrix, quantised_experts
 from triforce.kernels.selection import padded_rows, use_kernels
 from triforce.offload import Engine, Sampling
@@ -78,6 +79,35 @@ def test_of_equally_likely_experts_the_first_are_taken():
     torch.testing.assert_close(of.of(rows, norm=norm, eps=EPS), mean, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("normalised", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("n", [1, 7, 40])
+@pytest.mark.parametrize(("count", "used"), [(7, 3), (16, 16), (128, 8), (130, 1)])
+def test_experts_are_chosen_by_the_softmax_of_the_router(count, used, n, dtype, normalised):
+    g = torch.Generator().manual_seed(count + n)
+    x, router = torch.randn(n, 45, generator=g).to(dtype), torch.randn(count, 45, generator=g)
+    likely = (x.double() @ router.double().T).softmax(-1).sort(dim=-1, descending=True)
+    want = likely.values[:, :used]
+    shares, ids = choose_experts(x, router, used, normalised=normalised)
+    assert torch.equal(ids, likely.indices[:, :used])
+    torch.testing.assert_close(
+        shares.double(), want / want.sum(-1, keepdim=True) if normalised else want, atol=2e-6, rtol=1e-5
+    )
+    if products_are_independent(CPU, dtype):
+        for i in range(n):
+            alone = choose_experts(x[i : i + 1], router, used, normalised=normalised)
+            assert torch.equal(alone[0][0], shares[i]) and torch.equal(alone[1][0], ids[i])
+
+
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf"), -float("inf")])
+def test_a_row_without_probabilities_has_experts_and_no_share(wrong):
+    x, router = torch.ones(3, 8), torch.arange(40.0).reshape(5, 8)
+    x[1, 2] = wrong
+    shares, ids = choose_experts(x, router, 2, normalised=True)
+    assert ids.min() >= 0 and ids.max() < 5 and (ids[:, 0] != ids[:, 1]).all()
+    assert shares[1].isnan().all() and not shares[[0, 2]].isnan().any()
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_row_has_the_same_bits_alone_and_in_company(dtype):
     """Where products have them: of padded rows."""
@@ -106,11 +136,13 @@ def test_experts_in_few_bits_together_are_what_they_are_one_by_one(form, n):
     g = torch.Generator().manual_seed(n)
     of = ExpertMlps(torch.randn(count, hidden, generator=g), tuple(expert(3 * i) for i in range(count)), used, True)
     x = torch.randn(n, hidden, generator=g).bfloat16()
-    shares, ids = of._chosen(x)
-    assert of._described is not None
+    shares, ids = choose_experts(x, of.router, used, normalised=True)
+    assert of._described is not None and not of.waits(torch.bfloat16)
     together = quantised_experts(x, of._described, ids, shares)
-    assert together is not None and torch.equal(together, of._one_by_one(x, shares, ids))
+    assert together is not None and torch.equal(together, of._one_by_one(x, shares, ids).bfloat16())
     assert torch.equal(of._sums(x, shares, ids), together)
+    onto = torch.randn(n, hidden, generator=g).bfloat16()
+    assert torch.equal(of._sums(x, shares, ids, onto.clone()), onto + together)
     for i in range(n):
         row = slice(i, i + 1)
         assert torch.equal(of._sums(x[row], shares[row], ids[row])[0], together[i])

@@ -36,7 +36,7 @@ INLINE float float_of_bits(uint32_t bits)
 
 /* Raised whenever the arguments of a function or the arithmetic of a level change, so that Python refuses a library built
  * from other sources. */
-#define TRIFORCE_ABI 19
+#define TRIFORCE_ABI 20
 EXPORT int triforce_abi(void);
 
 /* Bytes of `Attention` (attention.h), which Python compares with its own declaration of it. */
@@ -129,11 +129,31 @@ EXPORT int triforce_gated_mlp(const void *x, int64_t stride, const void *norm, f
                               const void *down, const Quantised *held, void *out, int adds, int64_t n, int64_t hidden,
                               int64_t width, int is_bf16, int level, int threads);
 
-/* `out[r]`, float32, is the sum of the MLPs of the experts of row r of `x` [n][hidden], bfloat16, each rounded to bfloat16 and times
- * its share, in the order of their numbers: `ids` and `shares` are [n][used], and `held` is gate, up and down of each of `count`
- * experts, as of `triforce_gated_mlp`; an id that is no expert's gives nothing. 1 if memory ran out, else 0. */
+/* `out[h][r]` is the RMS norm of `x[h][r]`, times `norm`: rows of `width`, those of `x` `row_stride` and its heads `head_stride`
+ * apart. In bfloat16 `norm` may be float32. */
+EXPORT void triforce_rms_norm(const void *x, int64_t head_stride, int64_t row_stride, const void *norm, int norm_is_bf16, float eps,
+                              void *out, int64_t heads, int64_t n, int64_t width, int is_bf16, int threads);
+
+/* `out[r][h]` is the RMS norm of `x[r][h]`, rounded, times `weight`, rounded, times the SiLU of `gate[r][h]`: rows of `heads` of
+ * `width`, those of `gate` `gate_stride` apart. */
+EXPORT void triforce_gated_norm(const void *x, const void *gate, int64_t gate_stride, const void *weight, float eps, void *out,
+                                int64_t n, int64_t heads, int64_t width, int is_bf16, int threads);
+
+/* `out[r] = x[r] * sigmoid(gate[r])`, the latter rounded: rows of `width`, those of `gate` of `gates`, as many or 1 for all. */
+EXPORT void triforce_by_sigmoid(const void *x, const void *gate, int64_t gates, void *out, int64_t n, int64_t width, int is_bf16);
+
+/* The experts of each row of `x` [n][hidden]: to `ids` and `shares` [n][used] the `used` likeliest of `count` by the softmax of
+ * `router · x[r]` in float32, the likeliest first and of equal ones the first, and their probabilities; where `normalised`, over
+ * the sum of these. A row with NaN gets some experts, and NaN. 1 if memory ran out, else 0. */
+EXPORT int triforce_choose_experts(const void *x, int64_t n, int64_t hidden, int is_bf16, const float *router, int64_t count,
+                                   int64_t used, int normalised, int64_t *ids, float *shares, int level, int threads);
+
+/* `out[r]`, bfloat16, is the sum in float32 of the MLPs of the experts of row r of `x` [n][hidden], bfloat16, each rounded to
+ * bfloat16 and times its share, in the order of their numbers: `ids` and `shares` are [n][used], and `held` is gate, up and down
+ * of each of `count` experts, as of `triforce_gated_mlp`; an id that is no expert's gives nothing. With `adds` that is added to
+ * what `out` holds. 1 if memory ran out, else 0. */
 EXPORT int triforce_expert_mlps(const void *x, int64_t n, int64_t hidden, int64_t width, const Quantised *held, int64_t count,
-                                const int64_t *ids, const float *shares, int64_t used, float *out, int level, int threads);
+                                const int64_t *ids, const float *shares, int64_t used, void *out, int adds, int level, int threads);
 
 /* Writes the numbers of a matrix, in float32 and rounded to bfloat16 if asked for: 0; 2 if this processor has not the level.
  * From LEVEL_AVX512BF16 on bfloat16 numbers below 2^-126 may be zeros, as they are for the products there. */

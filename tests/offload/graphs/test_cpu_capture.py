@@ -13,8 +13,10 @@ from hypothesis import strategies as st
 from profiles import examples
 from quantised import FORMATS, save_quantised
 from recorder import PROMPT
-from tiny import random_tokens, save_llama
-from tiny_caches import append, full_cache
+from tiny import random_tokens, save_family, save_llama
+from tiny_caches import append
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
 from triforce.kernels.cpu.library import Level, cpu_level
 from triforce.kernels.selection import use_kernels
 from triforce.offload import Engine, Sampling
@@ -23,6 +25,7 @@ from triforce.offload.caches.retrieval import RetrievalCache
 from triforce.offload.caches.streaming import SLACK, StreamingCache
 from triforce.offload.graphs.cpu import CpuCapture
 from triforce.offload.graphs.passes import Graphs, JoinedPasses, Passes
+from triforce.offload.graphs.pieces import kept_row_bytes, pieces_bytes
 from triforce.tp.decoder import Decoder
 from triforce.tp.weights.registry import find_model
 
@@ -38,15 +41,17 @@ def plain_pytorch() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="module", params=["bfloat16", "float32", "awq", "gguf"])
+@pytest.fixture(scope="module", params=["bfloat16", "float32", "awq", "gguf", "experts"])
 def decoder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Decoder:
-    """In the last two, weights in few bits, of `gguf` the embedding too."""
+    """In the last three, weights in few bits, of `gguf` the embedding too."""
     directory, kind = tmp_path_factory.mktemp("models") / "model", request.param
     if kind == "gguf":
         save_gguf(directory, "llama", lambda name: Form.Q4_K if "v_proj" not in name else Form.Q8_0)
         directory = find_model(directory.with_suffix(".gguf"))
     elif kind == "awq":
         save_quantised(directory, FORMATS["awq"], num_key_value_heads=2, head_dim=32)
+    elif kind == "experts":
+        save_quantised(directory, FORMATS["gptq"], "qwen3-moe", head_dim=32)
     else:
         save_llama(directory, num_hidden_layers=2, num_key_value_heads=2, head_dim=32)
     dtype = torch.float32 if kind == "float32" else torch.bfloat16
@@ -282,11 +287,64 @@ def test_plain_operations_of_any_kind_are_repeated(decoder) -> None:
             assert torch.equal(result, run())
 
 
-def test_full_caches_run_as_they_come(decoder) -> None:
-    if decoder.dtype != torch.float32:
-        pytest.skip("the helper's cache is float32")
-    graphs = Graphs(CpuCapture())
-    passes = Passes(decoder, full_cache(decoder), graphs)
-    for token in torch.tensor(random_tokens(8)).split(1):
-        passes.forward(token)
-    assert replays_of(passes) == 0 and passes.was_steady()
+def filled(decoder: Decoder, n: int) -> FullCache:
+    where = {"dtype": decoder.dtype, "device": decoder.device}
+    cache = FullCache.on_device(decoder.config, decoder.rope, **where, capacity=900, chunk_size=4)
+    append(decoder, cache, random_tokens(n, seed=n))
+    return cache
+
+
+passes_and_steps = st.lists(st.tuples(st.integers(1, CpuCapture.pieces_rows + 2), st.integers(0, 4)), max_size=40)
+
+
+@given(history=passes_and_steps)
+@examples(12)
+def test_all_but_attention_to_full_caches_is_captured(decoder, history) -> None:
+    """With the bits of passes as they come, whatever lengths, rows that are taken back, and borders of blocks."""
+    caches, graphs = [filled(decoder, 250) for _ in range(2)], Graphs(CpuCapture())
+    captured, plain = Passes(decoder, caches[0], graphs), Passes(decoder, caches[1])
+    source = iter(random_tokens(1000, seed=3))
+    for n, forgotten in history:
+        tokens = torch.tensor([next(source) for _ in range(n)])
+        assert torch.equal(captured.forward(tokens, n), plain.forward(tokens, n))
+        for cache in caches:
+            cache.rollback(cache.length - min(n, forgotten))
+    counts = [sum(n == wanted for n, _ in history) for wanted in range(1, CpuCapture.pieces_rows + 1)]
+    passes = graphs.pieces_of(decoder)._passes.values()
+    assert sum(one.is_captured for one in passes) == sum(count > CpuCapture.passes_before for count in counts)
+
+
+def test_passes_of_several_sequences_over_full_caches_are_captured_together(decoder) -> None:
+    graphs, lengths = Graphs(CpuCapture()), (40, 300, 7)
+    joined = JoinedPasses([Passes(decoder, filled(decoder, n), graphs) for n in lengths])
+    alone = [Passes(decoder, filled(decoder, n)) for n in lengths]
+    for i in range(12):
+        counts = [1, 3, 1] if i % 3 else [1, 1, 1]
+        tokens = torch.tensor(random_tokens(sum(counts), seed=i))
+        got = joined.forward(tokens, counts, [1, 1, 1])
+        want = [passes.forward(part)[-1:] for passes, part in zip(alone, tokens.split(counts), strict=True)]
+        assert torch.equal(got, torch.cat(want))
+    assert all(one.is_captured for one in graphs.pieces_of(decoder)._passes.values())
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3", "mistral-window", "llama-bias"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_what_pieces_keep_is_planned(tmp_path, family, dtype) -> None:
+    """All passes that can be captured, with what each has computed on the way."""
+    save_family(tmp_path, family, head_dim=32)
+    decoder = Decoder.load(tmp_path, dtype=dtype, device=torch.device("cpu"))
+    graphs, cache = Graphs(CpuCapture()), filled(decoder, 30)
+    passes = Passes(decoder, cache, graphs)
+    theirs = {x.untyped_storage()._cdata for _, x in decoder.held()}
+    for n in range(1, CpuCapture.pieces_rows + 1):
+        for _ in range(CpuCapture.passes_before + 1):
+            passes.forward(torch.tensor(random_tokens(n)), n)
+            cache.rollback(30)
+    capture = graphs.capture
+    assert isinstance(capture, CpuCapture) and len(graphs.pieces_of(decoder)._passes) == CpuCapture.pieces_rows
+    kept = [x for tape in capture._tapes for result in tape._kept for x in tree_leaves(result) if isinstance(x, Tensor)]
+    kept += [x for _, x in graphs.held()]
+    storages = {x.untyped_storage()._cdata: x.untyped_storage().nbytes() for x in kept}
+    taken = sum(size for at, size in storages.items() if at not in theirs)
+    row = kept_row_bytes(decoder.part, dtype)
+    assert taken <= pieces_bytes(decoder.config, dtype, row, CpuCapture, shared=False) <= 3 * taken

@@ -12,7 +12,7 @@ from triforce.kernels.selection import use_kernels
 from triforce.offload import Request, Sampling
 from triforce.offload.caches.full import FullCache
 from triforce.offload.graphs.passes import Graphs, JoinedPasses, Passes
-from triforce.offload.graphs.pieces import MOST_SIZES, PIECES_ROWS
+from triforce.offload.graphs.pieces import MOST_SIZES
 from triforce.tp.decoder import Decoder
 
 GREEDY = Sampling(temperature=0.0)
@@ -81,7 +81,7 @@ def test_long_passes_run_as_they_come(decoder):
     recorder = Recorder()
     passes = Passes(decoder, full_cache(decoder), Graphs(recorder))
     for seed in range(3):
-        passes.forward(torch.tensor(random_tokens(PIECES_ROWS + 1, seed=seed)))
+        passes.forward(torch.tensor(random_tokens(recorder.pieces_rows + 1, seed=seed)))
     assert recorder.captures == 0
 
 

@@ -59,9 +59,20 @@ INLINE const char *at(const void *p, int64_t element, int is_bf16)
     return (const char *)p + element * (is_bf16 ? 2 : 4);
 }
 
+/* 1 over the root of the mean square of `width` numbers and `eps`. */
+INLINE __m512 inverse_rms(const void *row, float eps, int64_t width, int is_bf16)
+{
+    __m512 squares = _mm512_setzero_ps();
+    for (int64_t i = 0; i < width; i += 16) {
+        __m512 v = load16(at(row, i, is_bf16), first16(width - i), is_bf16);
+        squares = _mm512_fmadd_ps(v, v, squares);
+    }
+    return _mm512_set1_ps(1.0f / sqrtf(_mm512_reduce_add_ps(squares) / (float)width + eps));
+}
+
 /* `out[r] = x[r] / rms(x[r]) * norm`, or a copy where there is no norm; rows of `x` are `stride` elements apart. */
-INLINE void normalised(const void *x, int64_t stride, const void *norm, float eps, void *out, int64_t n, int64_t inputs,
-                       int is_bf16)
+INLINE void normalised(const void *x, int64_t stride, const void *norm, int norm_is_bf16, float eps, void *out, int64_t n,
+                       int64_t inputs, int is_bf16)
 {
     for (int64_t r = 0; r < n; r++) {
         const void *row = at(x, r * stride, is_bf16);
@@ -70,17 +81,12 @@ INLINE void normalised(const void *x, int64_t stride, const void *norm, float ep
             memcpy(result, row, inputs * (is_bf16 ? 2 : 4));
             continue;
         }
-        __m512 squares = _mm512_setzero_ps();
-        for (int64_t i = 0; i < inputs; i += 16) {
-            __m512 v = load16(at(row, i, is_bf16), first16(inputs - i), is_bf16);
-            squares = _mm512_fmadd_ps(v, v, squares);
-        }
-        const __m512 scale = _mm512_set1_ps(1.0f / sqrtf(_mm512_reduce_add_ps(squares) / (float)inputs + eps));
+        const __m512 scale = inverse_rms(row, eps, inputs, is_bf16);
         for (int64_t i = 0; i < inputs; i += 16) {
             const __mmask16 mask = first16(inputs - i);
             __m512 v = _mm512_mul_ps(load16(at(row, i, is_bf16), mask, is_bf16), scale);
-            store16(result + i * (is_bf16 ? 2 : 4), _mm512_mul_ps(v, load16(at(norm, i, is_bf16), mask, is_bf16)), mask,
-                    is_bf16);
+            v = _mm512_mul_ps(v, load16(at(norm, i, norm_is_bf16), mask, norm_is_bf16));
+            store16(result + i * (is_bf16 ? 2 : 4), v, mask, is_bf16);
         }
     }
 }
@@ -216,7 +222,7 @@ INLINE int linear(const void *x, int64_t stride, const void *norm, float eps, co
     void *product = adds ? rows + copied : out;
     carve(&input, rows + copied + apart, n, inputs, &w, is_bf16, level, threads);
     if (copied) {
-        normalised(x, stride, norm, eps, rows, n, inputs, is_bf16);
+        normalised(x, stride, norm, is_bf16, eps, rows, n, inputs, is_bf16);
         x = rows;
     }
     lay_out(&input, x);
@@ -307,7 +313,7 @@ INLINE int gated_mlp(const void *x, int64_t stride, const void *norm, float eps,
     void *product = adds ? narrow + n * width * size : out;
     carve(&input, rows + copied, n, hidden, gate, is_bf16, level, threads);
     carve(&activated, rows + copied + first_room, n, width, down, is_bf16, level, threads);
-    normalised(x, stride, norm, eps, rows, n, hidden, is_bf16);
+    normalised(x, stride, norm, is_bf16, eps, rows, n, hidden, is_bf16);
     lay_out(&input, rows);
 #pragma omp parallel num_threads(threads) if (threads > 1)
     {
@@ -349,8 +355,76 @@ INLINE void add_shares(const Expert *one, const bf16 *results, const int64_t *pa
     }
 }
 
+/* Writes columns `first` to `stop` of `sums` [n][hidden], or adds them to what is there, once they are rounded. */
+INLINE void put_sums(const float *sums, bf16 *out, int adds, int64_t n, int64_t hidden, int64_t first, int64_t stop)
+{
+    for (int64_t r = 0; r < n; r++)
+        for (int64_t c = first; c < stop; c += 16) {
+            const __mmask16 mask = first16(stop - c);
+            bf16 *place = out + r * hidden + c;
+            const __m512 sum = as_stored(_mm512_maskz_loadu_ps(mask, sums + r * hidden + c), 1);
+            store16(place, adds ? _mm512_add_ps(load16(place, mask, 1), sum) : sum, mask, 1);
+        }
+}
+
+/* `shares[i] = softmax(logits)[ids[i]]` of the `used` likeliest of `count` experts, the likeliest first and of equal ones the
+ * first; or so many times that as makes their sum 1. `logits` are overwritten. */
+INLINE void choose(float *logits, int64_t count, int64_t used, int normalised, int64_t *ids, float *shares)
+{
+    __m512 largest = _mm512_set1_ps(-INFINITY), sums = _mm512_setzero_ps();
+    for (int64_t i = 0; i < count; i += 16)
+        largest = _mm512_mask_max_ps(largest, first16(count - i), largest, _mm512_maskz_loadu_ps(first16(count - i), logits + i));
+    const __m512 most = _mm512_set1_ps(_mm512_reduce_max_ps(largest));
+    for (int64_t i = 0; i < count; i += 16) {
+        const __mmask16 mask = first16(count - i);
+        const __m512 x = _mm512_sub_ps(_mm512_maskz_loadu_ps(mask, logits + i), most);
+        const __mmask16 is_nan = _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q); /* which `exponential` would make a number of */
+        const __m512 e = _mm512_mask_mov_ps(exponential(x), is_nan, x);
+        _mm512_mask_storeu_ps(logits + i, mask, e);
+        sums = _mm512_mask_add_ps(sums, mask, sums, e);
+    }
+    const float sum = _mm512_reduce_add_ps(sums);
+    float together = 0.0f;
+    for (int64_t i = 0; i < count; i++)
+        logits[i] /= sum;
+    for (int64_t k = 0; k < used; k++) {
+        int64_t best = k; /* where all are NaN */
+        float likely = -1.0f;
+        for (int64_t i = 0; i < count; i++)
+            if (logits[i] > likely) {
+                likely = logits[i];
+                best = i;
+            }
+        ids[k] = best;
+        shares[k] = logits[best];
+        together += shares[k];
+        if (logits[best] == likely)
+            logits[best] = -1.0f;
+    }
+    for (int64_t k = 0; k < used && normalised; k++)
+        shares[k] /= together;
+}
+
+int triforce_choose_experts(const void *x, int64_t n, int64_t hidden, int is_bf16, const float *router, int64_t count, int64_t used,
+                            int normalised, int64_t *ids, float *shares, int level, int threads)
+{
+    float *logits = malloc((n * count + (is_bf16 ? n * hidden : 0)) * sizeof(float)), *wide = logits + n * count;
+    if (!logits)
+        return 1;
+    for (int64_t i = 0; i < n * hidden && is_bf16; i += 16) {
+        const __mmask16 mask = first16(n * hidden - i);
+        _mm512_mask_storeu_ps(wide + i, mask, load16(at(x, i, 1), mask, 1));
+    }
+    const int failed = linear(is_bf16 ? wide : x, hidden, NULL, 0.0f, router, NULL, 1, NULL, logits, 0, n, hidden, count, 0, level,
+                              threads);
+    for (int64_t r = 0; r < n && !failed; r++)
+        choose(logits + r * count, count, used, normalised, ids + r * used, shares + r * used);
+    free(logits);
+    return failed;
+}
+
 int triforce_expert_mlps(const void *x, int64_t n, int64_t hidden, int64_t width, const Quantised *held, int64_t count,
-                         const int64_t *ids, const float *shares, int64_t used, float *out, int level, int threads)
+                         const int64_t *ids, const float *shares, int64_t used, void *out, int adds, int level, int threads)
 {
     const int64_t all = n * used;
     threads = threads_for((all < count ? all : count) * 3 * hidden * width * 2, threads);
@@ -378,12 +452,13 @@ int triforce_expert_mlps(const void *x, int64_t n, int64_t hidden, int64_t width
         spare = one->activated.spare_size > spare ? one->activated.spare_size : spare;
     }
     /* A thread works on one expert at a time: its spare memory is for all of them. */
-    bf16 *rows = malloc(all * (2 * hidden + 3 * width) * 2 + 64 + threads * spare * 2 + room);
-    if (!rows) {
+    float *sums = malloc(n * hidden * 4 + all * (2 * hidden + 3 * width) * 2 + 64 + threads * spare * 2 + room);
+    if (!sums) {
         free(experts);
         return 1;
     }
-    bf16 *wide = rows + all * hidden, *narrow = wide + all * 2 * width, *results = narrow + all * width;
+    bf16 *rows = (bf16 *)(void *)(sums + n * hidden), *wide = rows + all * hidden;
+    bf16 *narrow = wide + all * 2 * width, *results = narrow + all * width;
     char *rest = (char *)(results + all * hidden);
     rest += (64 - (uintptr_t)rest % 64) % 64;
     bf16 *shared = (bf16 *)(void *)rest;
@@ -413,15 +488,65 @@ int triforce_expert_mlps(const void *x, int64_t n, int64_t hidden, int64_t width
         int64_t first, stop;
         share(&experts->activated, hidden, &first, &stop);
         for (int64_t r = 0; r < n; r++)
-            memset(out + r * hidden + first, 0, (stop - first) * 4);
+            memset(sums + r * hidden + first, 0, (stop - first) * 4);
         for (Expert *one = experts; one < experts + active; one++) {
             part(&one->activated, &one->down, NULL, results + one->first * hidden, hidden, first, stop, 1);
-            add_shares(one, results, pairs, shares, used, out, hidden, first, stop);
+            add_shares(one, results, pairs, shares, used, sums, hidden, first, stop);
         }
+        put_sums(sums, out, adds, n, hidden, first, stop);
     }
-    free(rows);
+    free(sums);
     free(experts);
     return 0;
+}
+
+INLINE void rms_norm(const void *x, int64_t head_stride, int64_t row_stride, const void *norm, int norm_is_bf16, float eps,
+                     void *out, int64_t heads, int64_t n, int64_t width, int is_bf16, int threads)
+{
+    threads = threads_for(heads * n * width * (is_bf16 ? 2 : 4), threads);
+#pragma omp parallel for num_threads(threads) if (threads > 1)
+    for (int64_t i = 0; i < heads * n; i++)
+        normalised(at(x, i / n * head_stride + i % n * row_stride, is_bf16), 0, norm, norm_is_bf16, eps,
+                   (void *)at(out, i * width, is_bf16), 1, width, is_bf16);
+}
+
+INLINE __m512 sigmoid(__m512 x)
+{
+    const __m512 one = _mm512_set1_ps(1.0f), e = exponential(_mm512_sub_ps(_mm512_setzero_ps(), x));
+    const __m512 y = _mm512_div_ps(one, _mm512_add_ps(e, one));
+    return _mm512_mask_mov_ps(y, _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q), x); /* NaN, which `exponential` makes a number of */
+}
+
+INLINE void gated_norm(const void *x, const void *gate, int64_t gate_stride, const void *weight, float eps, void *out, int64_t n,
+                       int64_t heads, int64_t width, int is_bf16, int threads)
+{
+    threads = threads_for(2 * n * heads * width * (is_bf16 ? 2 : 4), threads);
+#pragma omp parallel for num_threads(threads) if (threads > 1)
+    for (int64_t h = 0; h < n * heads; h++) {
+        const char *row = at(x, h * width, is_bf16), *gates = at(gate, h / heads * gate_stride + h % heads * width, is_bf16);
+        const __m512 scale = inverse_rms(row, eps, width, is_bf16);
+        for (int64_t i = 0; i < width; i += 16) {
+            const __mmask16 mask = first16(width - i);
+            const __m512 g = load16(at(gates, i, is_bf16), mask, is_bf16);
+            __m512 v = as_stored(_mm512_mul_ps(load16(at(row, i, is_bf16), mask, is_bf16), scale), is_bf16);
+            v = as_stored(_mm512_mul_ps(v, load16(at(weight, i, is_bf16), mask, is_bf16)), is_bf16);
+            store16((void *)at(out, h * width + i, is_bf16), _mm512_mul_ps(v, _mm512_mul_ps(g, sigmoid(g))), mask, is_bf16);
+        }
+    }
+}
+
+INLINE void by_sigmoid(const void *x, const void *gate, int64_t gates, void *out, int64_t n, int64_t width, int is_bf16)
+{
+    for (int64_t r = 0; r < n; r++)
+        for (int64_t i = 0; i < width; i += 16) {
+            const __mmask16 mask = first16(width - i);
+            const char *place = at(gate, r * gates + (gates == 1 ? 0 : i), is_bf16);
+            __m512 g = load16(place, gates == 1 ? 1 : mask, is_bf16);
+            if (gates == 1)
+                g = _mm512_broadcastss_ps(_mm512_castps512_ps128(g));
+            const __m512 y = _mm512_mul_ps(as_stored(sigmoid(g), is_bf16), load16(at(x, r * width + i, is_bf16), mask, is_bf16));
+            store16((void *)at(out, r * width + i, is_bf16), y, mask, is_bf16);
+        }
 }
 
 INLINE void rotate(const void *x, int64_t head_stride, int64_t row_stride, const float *cosines, const float *sines,
@@ -469,6 +594,34 @@ int triforce_gated_mlp(const void *x, int64_t stride, const void *norm, float ep
     const Weights up = {held ? NULL : at(gate_up, width * hidden, is_bf16), held ? held + 1 : NULL, width};
     return is_bf16 ? gated_mlp(x, stride, norm, eps, &gate, &up, &lower, out, adds, n, hidden, width, 1, level, threads)
                    : gated_mlp(x, stride, norm, eps, &gate, &up, &lower, out, adds, n, hidden, width, 0, level, threads);
+}
+
+void triforce_rms_norm(const void *x, int64_t head_stride, int64_t row_stride, const void *norm, int norm_is_bf16, float eps,
+                       void *out, int64_t heads, int64_t n, int64_t width, int is_bf16, int threads)
+{
+    if (!is_bf16)
+        rms_norm(x, head_stride, row_stride, norm, 0, eps, out, heads, n, width, 0, threads);
+    else if (norm_is_bf16)
+        rms_norm(x, head_stride, row_stride, norm, 1, eps, out, heads, n, width, 1, threads);
+    else
+        rms_norm(x, head_stride, row_stride, norm, 0, eps, out, heads, n, width, 1, threads);
+}
+
+void triforce_gated_norm(const void *x, const void *gate, int64_t gate_stride, const void *weight, float eps, void *out, int64_t n,
+                         int64_t heads, int64_t width, int is_bf16, int threads)
+{
+    if (is_bf16)
+        gated_norm(x, gate, gate_stride, weight, eps, out, n, heads, width, 1, threads);
+    else
+        gated_norm(x, gate, gate_stride, weight, eps, out, n, heads, width, 0, threads);
+}
+
+void triforce_by_sigmoid(const void *x, const void *gate, int64_t gates, void *out, int64_t n, int64_t width, int is_bf16)
+{
+    if (is_bf16)
+        by_sigmoid(x, gate, gates, out, n, width, 1);
+    else
+        by_sigmoid(x, gate, gates, out, n, width, 0);
 }
 
 void triforce_rotate(const void *x, int64_t head_stride, int64_t row_stride, const float *cosines, const float *sines,
