@@ -1,7 +1,8 @@
-"""Measures a model with linear attention on a CPU: reading a prompt beside transformers, and drafts on a text that
-quotes itself.
+"""Measures a model with linear attention on a CPU: reading a prompt beside transformers, drafts on a text that quotes
+itself, and what it costs to take drafted tokens back.
 
     python examples/hybrid_results.py --tokens 32768 --json hybrid.json
+    python examples/hybrid_results.py --tokens 2048 --parts rejections --dtype bfloat16
 
 The model has the shape of Qwen3.5-0.8B and random weights, of which the last ones are such that it quotes: each token
 has a likely successor, with which passages of the prompt go on, and a second one, which begins another passage. What
@@ -23,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from triforce.offload import Engine, Sampling
+from triforce.offload.caches.full import FullCache
 from triforce.offload.settings import Settings
 from triforce.offload.shape_steps import RandomWeights
 from triforce.tp.decoder import Decoder
@@ -36,6 +38,9 @@ PASSAGES = 3001
 
 ADDED = 0.1
 """What the layers add is so much less than a random model's."""
+
+VERIFIED = 13
+"""Tokens of a verification."""
 
 CPU = torch.device("cpu")
 GREEDY = Sampling(temperature=0.0)
@@ -80,7 +85,10 @@ def main() -> None:
     parser.add_argument("--gap", type=float, default=0.2, help="by which the likely successor is ahead: 0 to 1")
     parser.add_argument("--passage", type=int, default=100, help="tokens of a passage of the prompt, on average")
     parser.add_argument("--drafts", default="lookup,mtp", help="what to measure against plain decoding")
-    parser.add_argument("--parts", default="drafts,transformers", help="which of drafts and transformers to measure")
+    parser.add_argument(
+        "--parts", default="drafts,transformers", help="which of drafts, transformers and rejections to measure"
+    )
+    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"), help="of rejections")
     parser.add_argument("--json", help="where the figures go; default: stdout")
     given = parser.parse_args()
     torch.manual_seed(0)
@@ -90,6 +98,8 @@ def main() -> None:
     if "transformers" in given.parts:
         found["transformers_prefill_s"] = transformers_prefill(given.tokens)
         print(f"transformers reads it in {found['transformers_prefill_s']:.1f} s", file=sys.stderr)
+    if "rejections" in given.parts:
+        found["rejections"] = rejections(given)
     with open(given.json, "w", encoding="utf-8") if given.json else sys.stdout as out:
         json.dump(found, out, indent=2)
 
@@ -116,6 +126,31 @@ def drafts(given: argparse.Namespace) -> dict[str, Any]:
         }
         print(kind, {name: found[kind][name] for name in ("plain_tbt_ms", "tbt_ms", "ratio")}, file=sys.stderr)
     return found
+
+
+@torch.inference_mode()
+def rejections(given: argparse.Namespace) -> dict[str, Any]:
+    """Milliseconds of a pass over as many tokens as a verification has, behind one of which so many were taken back, in
+    turns; medians, and from the least to the most."""
+    config, dtype = PRESETS[PRESET].configs()[1], getattr(torch, given.dtype)
+    decoder = Decoder(config, RandomWeights(dtype, CPU), CPU)  # pyright: ignore[reportArgumentType]
+    where = {"dtype": dtype, "device": CPU, "capacity": given.tokens + 4096}
+    cache = FullCache.on_device(decoder.part, decoder.rope, **where, chunk_size=8)
+    decoder.forward(torch.randint(config.vocab_size, (given.tokens,)), cache)
+    tokens = torch.randint(config.vocab_size, (VERIFIED,))
+
+    def one_pass() -> float:
+        began = time.perf_counter()
+        decoder.forward(tokens, cache, num_logits=VERIFIED)
+        return 1000 * (time.perf_counter() - began)
+
+    times: dict[int, list[float]] = {0: [], VERIFIED // 2: [], VERIFIED - 1: []}
+    for _ in range(5 * given.repeat):
+        for back, found in times.items():
+            one_pass()
+            cache.rollback(cache.length - back)
+            found.append(one_pass())
+    return {back: [statistics.median(found), min(found), max(found)] for back, found in times.items()}
 
 
 def one_answer(engine: Engine, prompt: list[int], new_tokens: int, tiers: int) -> dict[str, Any]:

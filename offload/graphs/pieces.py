@@ -2,7 +2,8 @@
 
 Where a full cache's keys are, and how many, changes from pass to pass; all else of a pass is the same for every cache.
 It is captured in pieces: the first one ends where layer 0 attends, each further one goes from there to where the next
-layer does, the last one to the logits. So less than half as many kernels are started one by one.
+layer does, the last one to the logits. So less than half as many kernels are started one by one, and a CPU spends less
+of the time between two attentions on finding out what to call.
 """
 
 from __future__ import annotations
