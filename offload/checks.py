@@ -59,3 +59,8 @@ def tokens_are_exact(target: Decoder, chunk_size: int, padded: bool) -> bool:
     if target.ranks.size > 2 or SPLITS[0] % chunk_size:
         return False
     return padded or target.rows_are_independent
+
+
+def host_locks_embeddings(target: Decoder, draft: Decoder | None) -> bool:
+    """Whether each embedding that could be in locked host memory is there; see `RunRequest.locks_embedding`."""
+    return not any(model.has_embedding_to_spare for model in (target, draft) if model)

@@ -27,7 +27,7 @@ from .batch.request import Order, Request, RunOrder
 from .batch.run import Run
 from .batch.sequence import BatchSequence
 from .batch.sequence_setup import Models, SequenceSetup
-from .checks import checked_prompt
+from .checks import checked_prompt, host_locks_embeddings
 from .contexts.home import user_store
 from .contexts.manifest import NO_FRAME, ContextError, Frame, Manifest
 from .contexts.model import ContextRequest, ModelContexts
@@ -75,8 +75,8 @@ class Engine:
             check_draft(target.config, draft.config)
         self.target, self.draft, self.settings, self.system = target, draft, settings, system
         self._names = names
-        spared = not any(one.has_embedding_to_spare for one in (target, draft) if one)
-        self._locks_embedding = target.ranks.least([int(spared)], patiently=True) == [1]  # ranks make the same plan
+        locks = host_locks_embeddings(target, draft)
+        self._locks_embedding = target.ranks.least([int(locks)], patiently=True) == [1]  # ranks make the same plan
         self._kept = KeptCache(target, settings.link_gbps, system, draft)
         self._capture = capture_for(target.device, target.ranks)
         self._graphs = Graphs()  # of the last run

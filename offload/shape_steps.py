@@ -20,6 +20,7 @@ from .caches.hidden_states import HiddenStates
 from .caches.retrieval import RetrievalCache
 from .caches.streaming import StreamingCache
 from .caches.synthetic import fill_with_zeros
+from .checks import host_locks_embeddings
 from .contexts.home import contexts_root
 from .graphs.capture import Capture, capture_for
 from .graphs.passes import Graphs, Passes
@@ -142,8 +143,7 @@ class ShapeSteps:
         self.target = Decoder(target, weights, device, host_memory=memory)
         model = self.target if draft and draft.is_head else None
         self.draft = Decoder(draft, weights, device, model=model, host_memory=memory) if draft else None
-        spared = not any(one.has_embedding_to_spare for one in (self.target, self.draft) if one)
-        self._request = replace(self._request, locks_embedding=spared)
+        self._request = replace(self._request, locks_embedding=host_locks_embeddings(self.target, self.draft))
         capture = make_capture(device)
         self.graphs = Graphs(capture)
         """Of the steps, as an engine would replay them."""

@@ -91,9 +91,10 @@ def test_a_row_has_the_same_bits_alone_and_in_company(device, form):
             assert torch.equal(quantised_linear(x[rows], matrix), together[rows])
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("capability", ["80", "86", "89", "90", "120"])
 @pytest.mark.slow(keep=1)
-def test_the_kernel_compiles_without_spills(tmp_path, capability):
-    assert "| numbers of blocks |" in compiled_table(
-        tmp_path, "--only", "numbers of blocks", "--capabilities", capability
-    )
+def test_the_kernels_compile_without_spills(tmp_path, capability, dtype):
+    only = "numbers of blocks", "products of blocks"
+    table = compiled_table(tmp_path, "--only", *only, "--capabilities", capability, "--dtypes", dtype)
+    assert all(f"| {name} |" in table for name in only)

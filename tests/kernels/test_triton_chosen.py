@@ -69,9 +69,10 @@ def test_experts_of_few_rows_have_the_sums_of_one_after_the_other(tmp_path, devi
         torch.testing.assert_close(found, apart, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("capability", ["80", "86", "89", "90", "120"])
 @pytest.mark.slow(keep=1)
-def test_the_kernels_compile_without_spills(tmp_path, capability):
+def test_the_kernels_compile_without_spills(tmp_path, capability, dtype):
     assert "| products of experts |" in compiled_table(
-        tmp_path, "--only", "products of experts", "--capabilities", capability
+        tmp_path, "--only", "products of experts", "--capabilities", capability, "--dtypes", dtype
     )

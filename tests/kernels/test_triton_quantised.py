@@ -96,11 +96,12 @@ def test_every_byte_of_float8_is_read(device):
     assert product(one, matrix)[0][~numbers].isnan().all()
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("capability", ["80", "86", "89", "90", "120"])
 @pytest.mark.slow(keep=1)
-def test_the_kernel_compiles_without_spills(tmp_path, capability):
+def test_the_kernel_compiles_without_spills(tmp_path, capability, dtype):
     assert "| products of quantised matrices |" in compiled_table(
-        tmp_path, "--only", "products", "--capabilities", capability
+        tmp_path, "--only", "products of quantised", "--capabilities", capability, "--dtypes", dtype
     )
 
 

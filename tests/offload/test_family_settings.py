@@ -173,5 +173,7 @@ def test_on_two_ranks_too(models, tmp_path, families, first):
     printed = run_forks(lambda: play_on_ranks(cases, models, tmp_path), 2)
     reports = [json.loads(line) for line in printed.splitlines() if line.startswith("{")]
     assert Counter(report["seed"] for report in reports) == dict.fromkeys(cases, 2)
-    for report in reports:
-        cases[report["seed"]].check(models, iter(report["texts"]))
+    texts = {report["seed"]: report["texts"] for report in reports}
+    assert all(report["texts"] == texts[report["seed"]] for report in reports), "ranks have the same texts"
+    for seed, case in cases.items():
+        case.check(models, iter(texts[seed]))

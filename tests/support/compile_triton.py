@@ -282,7 +282,7 @@ def checked(name: str, variant: Variant, capability: int) -> Usage:
 
 
 def tabulate(
-    capabilities: list[int], dtypes: list[torch.dtype], head_dims: list[int], groups: list[int], only: str
+    capabilities: list[int], dtypes: list[torch.dtype], head_dims: list[int], groups: list[int], only: tuple[str, ...]
 ) -> None:
     """Prints a row for each kernel and tile: the most that any variant takes, and the least occupancy."""
     rows: dict[tuple[str, str], dict[int, list[tuple[Usage, float]]]] = {}
@@ -309,7 +309,7 @@ def _cell(found: list[tuple[Usage, float]]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--unusual", type=int, metavar="90")
-    parser.add_argument("--only", default="", metavar="NAME")
+    parser.add_argument("--only", nargs="+", default=[""], metavar="NAME")
     parser.add_argument("--capabilities", type=int, nargs="+", default=list(ARCHITECTURES))
     parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "float16"])
     parser.add_argument("--head-dims", type=int, nargs="+", default=[64, 128])
@@ -317,11 +317,11 @@ def main() -> None:
     options = parser.parse_args()
     if options.unusual:
         for name, variant in unusual_variants():
-            if name.startswith(options.only):
+            if name.startswith(tuple(options.only)):
                 print(name, variant.constants, checked(name, variant, options.unusual))
         return
     dtypes = [getattr(torch, name) for name in options.dtypes]
-    tabulate(options.capabilities, dtypes, options.head_dims, options.groups, options.only)
+    tabulate(options.capabilities, dtypes, options.head_dims, options.groups, tuple(options.only))
 
 
 if __name__ == "__main__":
