@@ -150,7 +150,7 @@ def rejections(given: argparse.Namespace) -> dict[str, Any]:
             one_pass()
             cache.rollback(cache.length - back)
             found.append(one_pass())
-    return {back: [statistics.median(found), min(found), max(found)] for back, found in times.items()}
+    return {f"{back} taken back": [statistics.median(found), min(found), max(found)] for back, found in times.items()}
 
 
 def one_answer(engine: Engine, prompt: list[int], new_tokens: int, tiers: int) -> dict[str, Any]:

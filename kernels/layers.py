@@ -191,10 +191,9 @@ def by_sigmoid(x: Tensor, gate: Tensor) -> Tensor:
 
 
 def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """The RMS norm over the last dimension of `x` `[n, heads, width]`, times `weight` `[width]`, times the SiLU of `gate`
-    `[n, heads, width]`, in `x`'s dtype. What is not the norm's sum is computed in float32; see `gated`."""
-    n, heads, width = x.shape
-    fits = n <= STEP_ROWS and x.is_contiguous() and gate.stride()[1:] == (width, 1) and weight.is_contiguous()
+    """The RMS norm over the last dimension of `x` `[n, heads, width]`, times `weight` `[width]`, times the SiLU of
+    `gate`, which is as large, in `x`'s dtype. What is not the norm's sum is computed in float32; see `gated`."""
+    fits = len(x) <= STEP_ROWS and x.is_contiguous() and gate.stride()[1:] == (x.shape[2], 1) and weight.is_contiguous()
     fits = fits and x.dtype == gate.dtype == weight.dtype
     kernels = _kernels(x.device, x.dtype, selected().layers) if fits else None
     if kernels is None:

@@ -492,6 +492,7 @@ class ExpertMlps:
                 total.index_add_(0, its_rows, self.experts[expert].of(rows[its_rows]).float().mul_(its_shares))
         return total
 
+
 Mlp = GatedMlp | ExpertMlps
 
 

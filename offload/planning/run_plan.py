@@ -26,9 +26,9 @@ from ..caches.recent_mass import RECENT_ROWS
 from ..caches.retrieval import COPIED
 from ..caches.states import KEPT, LEAST_ROWS
 from ..caches.streaming import STREAMING_POSITIONS, streaming_bytes, streaming_prefill
-from ..graphs.passes import JOINED
 from ..graphs.cpu import CpuCapture
 from ..graphs.cuda import CudaCapture
+from ..graphs.passes import JOINED
 from ..graphs.pieces import kept_row_bytes, pieces_bytes
 from ..settings import Settings, refresh_mode
 from ..speculation.distribution import CPU_NUMBERS, GPU_NUMBERS, SORTING
