@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..kernels.delta_rule import DeltaWeights
-from ..kernels.layers import by_sigmoid, gated_norm, rms_norm, rows_are_independent
+from ..kernels.layers import by_sigmoid, gated_norm, products_are_independent, rms_norm, rows_are_independent
 from ..kernels.selection import STEP_ROWS
 from .errors import CapacityError, ModelError
 from .matrices import (
@@ -446,9 +446,12 @@ class Decoder:
     @property
     def rows_are_independent(self) -> bool:
         """Whether a row of a step has the same logits, bit by bit, whatever rows come with it."""
+        if not rows_are_independent(self.device, self.dtype, self.part.head_dim):
+            return False
+        if products_are_independent(self.device, self.dtype):  # with any weight
+            return True
         weights = [self._head, *(one for layer in self._layers for one in layer.weights)]
-        attention = rows_are_independent(self.device, self.dtype, self.part.head_dim)
-        return attention and all(weight.rows_are_independent(self.dtype) for weight in weights)
+        return all(weight.rows_are_independent(self.dtype) for weight in weights)
 
     @property
     def waits_in_steps(self) -> bool:
