@@ -240,8 +240,10 @@ def gated_mlp(
     if kernels is None:
 
         def plain(rows: Tensor) -> Tensor:
-            normed = rows if norm is None else F.rms_norm(rows, norm.shape, norm, eps)
-            gate, up = F.linear(normed, gate_up).chunk(2, dim=-1)
+            # Nothing holds the normed rows any longer than it must.
+            gate, up = F.linear(rows if norm is None else F.rms_norm(rows, norm.shape, norm, eps), gate_up).chunk(
+                2, dim=-1
+            )
             return F.linear(gated(gate, up, "silu"), down)
 
         result = _by_tiles(plain, x)

@@ -328,9 +328,9 @@ class GatedMlp:
 
     def of(self, rows: Tensor, *, norm: Tensor | None = None, eps: float = 0.0, onto: Tensor | None = None) -> Tensor:
         """What it gives for `rows` `[n, hidden]`, with the norm before it, if one is given; see `kernels.gated_mlp`."""
-        if norm is not None and norm.dtype != rows.dtype:
+        if norm is not None and norm.dtype != rows.dtype and len(rows) <= STEP_ROWS:  # more would take much memory
             rows, norm = rms_norm(rows, norm, eps), None
-        if self.activation == "silu":
+        if self.activation == "silu" and (norm is None or norm.dtype == rows.dtype):
             if isinstance(self.gate_up, DenseWeight) and isinstance(self.down, DenseWeight):
                 return gated_mlp(rows, norm, eps, self.gate_up.matrix, self.down.matrix, onto=onto)
             found = quantised_mlp(rows, self.in_few_bits, norm, eps, onto=onto) if self.in_few_bits else None
