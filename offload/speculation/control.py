@@ -102,6 +102,12 @@ class DraftControl:
         if not drafted:
             self._step_began = self._pass_began
 
+    def begin_with_empty_caches(self) -> None:
+        """Says that nobody runs, and of those who begin the retrieval caches can be filled when they are needed: once
+        it is known whether anything is drafted."""
+        if self.adapts_to_time and self.fixed is None:
+            self.retrieval_work = self._last_retrieval_work = RetrievalWork.TAIL
+
     # What a step tells.
 
     def note_passes(self, sequences: Sequence[TokenSequence], passes: int, rows: int, steady: bool) -> None:
