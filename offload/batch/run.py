@@ -247,9 +247,9 @@ class Run(Iterator[Event]):
                 reading = self._reading and self._reading.sequence
                 self._setup.make_room(running, reading)
                 decoded_s = self.decode_s
+                running = self._filled(running)
                 try:
                     with self._setup.threads.in_use():
-                        running = self._filled(running)
                         rounds = self._round(running) if running else []
                 except SequencesFailed as error:
                     if self._alone:
@@ -586,6 +586,7 @@ class Run(Iterator[Event]):
         for refresh in filter(None, refreshes):
             refresh.begin_round(work)
         emitted = [tokens for tokens, _ in top.step(opened, [sequence.missing for sequence in running])]
+        control.last_retrieval_work = work
         drawn, tested = [], []
         for sequence, refresh, tokens, (proposed, accepted) in zip(running, refreshes, emitted, before, strict=True):
             sequence.context += tokens

@@ -250,8 +250,6 @@ class SequenceSetup:
         prefill of one that is read or will be: what they may take, and half of what is left to fragmentation."""
         caches = [one.active for one in [*running, *([reading] if reading else [])]]
         passing = max((one.plan.round_bytes(len(running)) for one in caches), default=0) if running else 0
-        for one in self.unfilled(running):
-            passing = max(passing, one.active.plan.prefill - one.active.still_to_come)
         if reading:  # before its caches grow
             own = reading.active
             passing = max(passing + own.plan.between_slices, own.plan.prefill - own.still_to_come)

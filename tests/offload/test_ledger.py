@@ -197,11 +197,11 @@ def test_what_nobody_counts_is_noticed(models, monkeypatch, fault):
 def test_a_closed_run_holds_nothing_and_keeps_its_json(models):
     simulator = Simulator()
     system = simulated_system(simulator, limits=ledger.LIMITS)
-    engine = Engine.load(models / "target", models / "draft", device="cpu", dtype="float32", budget=64, system=system)
+    settings: Any = {"dtype": "float32", "budget": 64, "system": system}
     with as_on_a_gpu(), simulator:
+        engine = Engine.load(models / "target", models / "draft", device="cpu", **settings)
         counted = ledger.Ledger(engine, simulator)
         run = engine.stream(random_tokens(90), Sampling(0.0), 40, ignore_eos=True)
-        next(run)  # what the draft has is known to the simulator once it was used
         for _ in range(3):
             next(run)
             counted.check("in a run")
@@ -225,12 +225,10 @@ def test_a_draft_that_takes_more_than_the_target_is_planned(tmp_path):
     simulator = Simulator()
     settings: Any = {"dtype": "float32", "budget": 2048, "block_length": 1, "draft_length": 1}
     settings["system"] = simulated_system(simulator)
-    engine = Engine.load(models / "target", models / "draft", device="cpu", **settings)
     with as_on_a_gpu(), simulator:
+        engine = Engine.load(models / "target", models / "draft", device="cpu", **settings)
         counted = ledger.Ledger(engine, simulator)
-        run = engine.stream(random_tokens(500), Sampling(0.0), 4, ignore_eos=True)
-        next(run)  # what the draft has is known to the simulator once it was used
-        for _ in run:
+        for _ in engine.stream(random_tokens(500), Sampling(0.0), 4, ignore_eos=True):
             counted.check("in a run")
     assert counted.fullest > 0.8
 

@@ -26,7 +26,7 @@ def decides(monkeypatch, drafts):
     def by_time(control, step, most):
         tokens, probe = drafts() and min(3, most), None
         if control.may_skip_retrieval is not None:
-            control.retrieval_work = next_work(control._last_retrieval_work, bool(tokens), not tokens)
+            control.retrieval_work = next_work(control.last_retrieval_work, bool(tokens), not tokens)
             probe = 0 if control.retrieval_work is RetrievalWork.REBUILD else None
         return tokens, 1.0, probe
 
