@@ -561,11 +561,14 @@ class Run(Iterator[Event]):
         """Fills the drafting tiers' caches of those that have joined, before a round for which anything may be drafted:
         an answer that is drafted for at no time has none. Those that can go on; it has failed for the others."""
         work = self.tiers[0].control.retrieval_work
-        options = {"looks_up": self._setup.looks_up, "chooses": work is not RetrievalWork.REBUILD}
-        for sequence in self._setup.unfilled(running):
+        if work is RetrievalWork.NONE:
+            return [*running]
+        chooses = work is not RetrievalWork.REBUILD
+        for sequence in [one for one in running if not one.active.drafts]:
             opened = sequence.active
+            fill = partial(opened.fill_drafting_caches, looks_up=self._setup.looks_up, chooses=chooses)
             try:
-                on_all_ranks(self._target, self._system, partial(opened.fill_drafting_caches, **options))
+                on_all_ranks(self._target, self._system, fill)
             except ReadingError as error:
                 if self._alone:
                     raise error.failure from None

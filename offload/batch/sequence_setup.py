@@ -32,7 +32,7 @@ from ..speculation.grammar import Grammars, Matcher
 from ..speculation.lengths import Acceptance, DraftTokens
 from ..speculation.lookup import LookupControl, LookupTier
 from ..speculation.noise import CommonNoise, FreshNoise, Noise, key_of
-from ..speculation.refresh import RefreshPolicy, RetrievalRefresh, RetrievalWork
+from ..speculation.refresh import RefreshPolicy, RetrievalRefresh
 from ..speculation.sampler import Sampler
 from ..speculation.sampling import Sampling
 from ..speculation.tiers import Tier
@@ -237,13 +237,6 @@ class SequenceSetup:
         memory that `next_bytes` may need. Every rank calls it."""
         caches = (one.active.full for one in [*running, *([reading] if reading else [])])
         self._models.kept.make_room(caches, lambda: self.next_bytes(running, reading))
-
-    def unfilled(self, running: Sequence[BatchSequence]) -> list[BatchSequence]:
-        """Those of the sequences whose drafting caches are to be filled before the next round, as it may draft, or make
-        ready for it."""
-        if not self.tiers or self.tiers[0].control.retrieval_work is RetrievalWork.NONE:
-            return []
-        return [sequence for sequence in running if not sequence.active.drafts]
 
     def next_bytes(self, running: Sequence[BatchSequence], reading: BatchSequence | None = None) -> int:
         """What is to be free on the device before the next round of these sequences, and before the next slices of the
