@@ -187,23 +187,25 @@ class RunPlan:
         return self.resident_kv + self.streamed_kv + self.disk_kv
 
     def round_bytes(self, sequences: int) -> int:
-        """What a round of so many sequences takes while it lasts: activations, logits, distributions, chunks that are
-        copied; or, before a sequence's first round for which anything is drafted, activations of the draft, which reads
-        the end of the text while the retrieval cache is not there yet."""
-        if not self.budget:
-            return _step_bytes(self.request, self.placement, 0, sequences)
+        """What a round of so many sequences takes while it lasts; or, before a sequence's first one for which anything
+        is drafted, activations of the draft, which reads the end of the text while the retrieval cache is not there
+        yet."""
         drafting = _draft_activation_bytes(self.request) - self.retrieval // self.request.sequences
-        return max(_step_bytes(self.request, self.placement, self.verify_draft.longest, sequences), drafting)
+        return max(self._step(sequences), drafting if self.budget else 0)
+
+    def _step(self, sequences: int) -> int:
+        return _step_bytes(self.request, self.placement, self.verify_draft.longest if self.budget else 0, sequences)
 
     @property
     def step(self) -> int:
-        """What a round takes, of all that are then decoded together."""
-        return self.round_bytes(self.request.sequences + self.request.beside)
+        """What a round takes, of all that are then decoded together: activations, logits, distributions, chunks that
+        are copied."""
+        return self._step(self.request.sequences + self.request.beside)
 
     @property
     def decoding(self) -> int:
         """The most that rounds take beside what lasts: retrieval caches, attention mass, and a pass."""
-        return self.retrieval + self.mass + self.step
+        return self.retrieval + self.mass + self.round_bytes(self.request.sequences + self.request.beside)
 
     @property
     def reading(self) -> int:
