@@ -15,7 +15,6 @@ from ...tp.decoder import Decoder, forward_work
 from ...tp.devices import to_device
 from ...tp.errors import PeerError
 from ..caches.full import FullCache
-from ..caches.streaming import prefill_streaming
 from ..planning.memory import shortage_explained
 from ..speculation.distribution import check_finite
 from ..speculation.sampler import distributions, draw
@@ -121,10 +120,8 @@ class Reading:
             self._slice_s, self._granted_s = None, max(self._granted_s, 0.0)
         return whole
 
-    def first_token(self, looks_up: bool) -> int:
-        """Draws the token that follows the prompt, and prepares the drafting tiers.
-
-        Args: `looks_up` is whether what occurred before is proposed.
+    def first_token(self) -> int:
+        """Draws the token that follows the prompt.
 
         Raises:
             NotFiniteError: the logits are not finite.
@@ -139,12 +136,6 @@ class Reading:
         (token,) = draw(weights, samplers, [1], [len(opened.context)]).tolist()
         check_finite([opened], [[token]])
         opened.keep_logprobs([token], self._logits)
-        if opened.streaming:  # before the retrieval cache takes memory
-            prefill_streaming(opened.passes["draft"].decoder, opened.streaming, opened.context)
-        if opened.retrieval:
-            opened.retrieval.refresh()
-        if looks_up:
-            opened.lookup.occurrences.follow(opened.context)
         return token
 
 

@@ -23,7 +23,7 @@ from ..rank_agreement import RankAgreement, RoundDecision
 from ..run_document import batch_document
 from ..settings import MOST_SEQUENCES
 from ..speculation.distribution import SequencesFailed
-from ..speculation.refresh import end_round
+from ..speculation.refresh import RetrievalWork, end_round
 from ..speculation.tiers import Tier
 from ..statistics import Statistics
 from ..system import THIS_MACHINE, System
@@ -247,9 +247,10 @@ class Run(Iterator[Event]):
                 reading = self._reading and self._reading.sequence
                 self._setup.make_room(running, reading)
                 decoded_s = self.decode_s
+                running = self._filled(running)
                 try:
                     with self._setup.threads.in_use():
-                        rounds = self._round(running)
+                        rounds = self._round(running) if running else []
                 except SequencesFailed as error:
                     if self._alone:
                         raise
@@ -540,7 +541,7 @@ class Run(Iterator[Event]):
     def _first_round(self, reading: Reading) -> Round:
         """What a sequence begins with, once its prompt is read."""
         began, sequence, self._reading = self._system.clock(), reading.sequence, None
-        token = on_all_ranks(self._target, self._system, lambda: reading.first_token(self._setup.looks_up))
+        token = on_all_ranks(self._target, self._system, reading.first_token)
         running = sum(one.state in ("running", "reading") for one in self.live)
         self._setup.use_measured_link()
         self.tiers[0].control.choose_lengths(running)
@@ -556,6 +557,28 @@ class Run(Iterator[Event]):
         sequence.state = "running"
         return Round(0, [token], seconds, 0, 0, False)
 
+    def _filled(self, running: Sequence[BatchSequence]) -> list[BatchSequence]:
+        """Fills the drafting tiers' caches of those that have joined, before a round for which anything may be drafted:
+        an answer that is drafted for at no time has none. Those that can go on; it has failed for the others."""
+        work = self.tiers[0].control.retrieval_work
+        if work is RetrievalWork.NONE:
+            return [*running]
+        chooses = work is not RetrievalWork.REBUILD
+        for sequence in [one for one in running if not one.active.drafts]:
+            opened = sequence.active
+            fill = partial(opened.fill_drafting_caches, looks_up=self._setup.looks_up, chooses=chooses)
+            try:
+                on_all_ranks(self._target, self._system, fill)
+            except ReadingError as error:
+                if self._alone:
+                    raise error.failure from None
+                self._fail(sequence, error.failure)
+                self._leave(sequence)
+                continue
+            if not sequence.statistics.rounds:  # it has not decoded yet
+                opened.read_before, opened.traffic_before = opened.full.read_so_far(), opened.full.traffic()
+        return [sequence for sequence in running if sequence.state == "running"]
+
     def _round(self, running: Sequence[BatchSequence]) -> list[Round]:
         """One round of all that run. Each is timed from the end of its last one to the end of this, so that nothing
         between rounds goes uncounted, reading included."""
@@ -566,6 +589,7 @@ class Run(Iterator[Event]):
         for refresh in filter(None, refreshes):
             refresh.begin_round(work)
         emitted = [tokens for tokens, _ in top.step(opened, [sequence.missing for sequence in running])]
+        control.last_retrieval_work = work
         drawn, tested = [], []
         for sequence, refresh, tokens, (proposed, accepted) in zip(running, refreshes, emitted, before, strict=True):
             sequence.context += tokens

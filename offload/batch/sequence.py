@@ -11,7 +11,7 @@ import torch
 
 from ..caches.full import FullCache, ReadCounter
 from ..caches.retrieval import RetrievalCache
-from ..caches.streaming import StreamingCache
+from ..caches.streaming import StreamingCache, prefill_streaming
 from ..contexts.use import ContextUse
 from ..held import Held, bytes_by_part
 from ..planning.memory import device_peak_bytes, host_peak_bytes
@@ -56,10 +56,29 @@ class ActiveSequence(TokenSequence):
     traffic_before: Traffic = field(default_factory=Traffic)
     read_before: ReadCounter = field(default_factory=ReadCounter)
     """What attention had read when its prefill ended."""
+    drafts: bool = False
+    """Whether the drafting tiers' caches were filled: they are before the first round for which anything may be
+    drafted."""
 
     @property
     def retrieval(self) -> RetrievalCache | None:
         return self.refresh.retrieval if self.refresh else None
+
+    def fill_drafting_caches(self, *, looks_up: bool, chooses: bool) -> None:
+        """Fills the drafting tiers' caches with what they need of the context.
+
+        Args:
+            looks_up: whether what occurred before is proposed.
+            chooses: whether chunks are chosen now, by the attention of the full cache's last pass; else the round to
+                come does that.
+        """
+        if self.streaming:  # before the retrieval cache takes memory
+            prefill_streaming(self.passes["draft"].decoder, self.streaming, self.context[:-1])
+        if self.retrieval:
+            self.retrieval.refresh() if chooses else self.retrieval.reserve()
+        if looks_up:
+            self.lookup.occurrences.follow(self.context)
+        self.drafts = True
 
     def held(self) -> Held:
         """See `offload.held`."""

@@ -29,7 +29,7 @@ from ..settings import Settings
 from ..speculation.confidence import Confidence
 from ..speculation.control import READ_TOGETHER, DraftControl
 from ..speculation.grammar import Grammars, Matcher
-from ..speculation.lengths import Acceptance
+from ..speculation.lengths import Acceptance, DraftTokens
 from ..speculation.lookup import LookupControl, LookupTier
 from ..speculation.noise import CommonNoise, FreshNoise, Noise, key_of
 from ..speculation.refresh import RefreshPolicy, RetrievalRefresh
@@ -87,6 +87,10 @@ _WORTH_WAITING = 64
 """Tokens more that a prompt shares with one that is being read than with what is known, for which it waits for that."""
 
 
+_ALIKE = 1.125
+"""What was measured holds for passes that are expected to take at most so many times as long, or as short."""
+
+
 class SequenceSetup:
     """Opens the sequences of one run."""
 
@@ -106,6 +110,8 @@ class SequenceSetup:
         self._budget = 0  # of each sequence, where several would not leave each its own; 0 where they do
         self.tiers: list[Tier] = []
         """The full cache's tier first, then those below it; none before a sequence was opened."""
+        self._drafts: dict[str, DraftTokens] = {}  # that the tiers may choose
+        self._begins: dict[str, float] = {}  # seconds of a pass of each that were expected before any; if they adapt
         self.threads = DecodingThreads(adapts=False)
         """What rounds are computed with; chosen once a sequence was opened."""
 
@@ -189,9 +195,11 @@ class SequenceSetup:
             full, plan = self._full_cache(sequence, request, first=True, reuse=reuse, on_memory=on_memory)
             if plan.budget < planned_budget(request.settings, request.context):
                 self._budget = plan.budget
-            self.tiers = self._make_tiers(replace(request, sequences=1), plan, waiting)
-            adapts = self.target.device.type == "cpu" and models.settings.threads is None
-            self.threads = DecodingThreads(adapts and self.tiers[0].control.adapts_to_time)
+            tiers = self._make_tiers(replace(request, sequences=1), plan, waiting)
+            if tiers is not self.tiers:
+                self.tiers = tiers
+                adapts = self.target.device.type == "cpu" and models.settings.threads is None
+                self.threads = DecodingThreads(adapts and self.tiers[0].control.adapts_to_time)
         else:
             to_come = sum(one.active.still_to_come for one in running)
             request = replace(request, beside=len(running), to_come=to_come)
@@ -361,7 +369,8 @@ class SequenceSetup:
         return Passes(decoder, cache, self._graphs, padded=self._models.padded and name == "verify")
 
     def _make_tiers(self, request: RunRequest, plan: RunPlan, first: Sequence[BatchSequence]) -> list[Tier]:
-        """The tiers, with what passes are expected to cost."""
+        """The tiers, with what passes are expected to cost; those of the run so far, where what they have measured says
+        more of such passes."""
         models = self._models
         # What joins these later has to take it as it is.
         adapts = models.exact or not any(one.order.sampling.seed is not None for one in first)
@@ -371,6 +380,12 @@ class SequenceSetup:
         lengths = plan if adapts else make_plan(request)
         lengths = replace(lengths, request=replace(lengths.request, sequences=1))
         costs = PassTimes(lengths, models.hardware()).costs()
+        drafts = {"verify": lengths.verify_draft, "retrieval": lengths.retrieval_draft}
+        begins = {name: cost.base + cost.per_row for name, cost in costs.items()}
+        if adapts and self.tiers and self._drafts == drafts and _alike(begins, self._begins):
+            self.tiers[0].control.begin_with_empty_caches()
+            return self.tiers
+        self._drafts, self._begins = drafts, begins if adapts else {}
         self._to_measure = lengths if adapts and lengths.streamed_per_pass else None
         decoders = {"verify": models.target, "retrieval": models.target}
         if models.draft:
@@ -399,13 +414,13 @@ class SequenceSetup:
             most_by_model = lengths.retrieval_draft.fixed or RETRIEVAL_DRAFT_TOKENS
             looks_up = LookupControl(lowest and lowest.control, controls[1], most_by_model)
             lowest = LookupTier(looks_up, lowest, models.target, vocabulary)
-        drafts = {"verify": lengths.verify_draft, "retrieval": lengths.retrieval_draft}
         tiers = [lowest] if lowest else []
         for control in reversed(controls[:2]):
             drafter = tiers[0] if tiers else None
             if drafter:
                 control.draft_with(drafter.control, drafts[control.name], models.settings.least_chance)
             tiers.insert(0, Tier(control.name, models.target, control, vocabulary, drafter))
+        controls[0].begin_with_empty_caches()
         return tiers
 
     def _matcher(self, sequence: BatchSequence) -> Matcher | None:
@@ -442,3 +457,10 @@ class SequenceSetup:
             disk_bytes=sum(holder.blocks.footprint.disk for holder in full.holders),
             packed=any(holder.blocks.placement.packed for holder in full.holders),
         )
+
+
+def _alike(some: dict[str, float], others: dict[str, float]) -> bool:
+    """Whether tiers are expected to take about as long by both, which are seconds by their names."""
+    return some.keys() == others.keys() and all(
+        seconds <= _ALIKE * others[name] and others[name] <= _ALIKE * seconds for name, seconds in some.items()
+    )

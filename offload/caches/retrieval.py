@@ -196,6 +196,10 @@ class RetrievalCache:
         self._filled = [self._tail_start] * len(self._filled)
         self.update_tail()
 
+    def reserve(self) -> None:
+        """Takes memory now for as many tokens as there should ever be."""
+        self._make_room(1)
+
     @torch.inference_mode()
     def update_tail(self) -> None:
         """Replaces the tail's keys and values by the full cache's own, up to the last token that is in it."""

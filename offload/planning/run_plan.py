@@ -140,8 +140,7 @@ class RunPlan:
     """Copies of earlier ones, in host memory."""
     prefill: int
     """Activations of a long forward, the attention mass of its last rows and, where blocks stream, the layer it works
-    on; or, where that is more, activations of the draft, which reads the end of the text behind it. A prefill comes
-    before its sequence's retrieval cache and beside those of others."""
+    on. A prefill comes before its sequence's retrieval cache and beside those of others."""
     between_slices: int
     """Of these, what lasts from one slice to the next, and the rounds of others between them: hidden states and, where
     blocks stream, the layer."""
@@ -190,19 +189,26 @@ class RunPlan:
         return self.resident_kv + self.streamed_kv + self.disk_kv
 
     def round_bytes(self, sequences: int) -> int:
-        """What a round of so many sequences takes while it lasts: activations, logits, distributions, chunks that are
-        copied."""
+        """What a round of so many sequences takes while it lasts; or, before a sequence's first one for which anything
+        is drafted, activations of the draft, which reads the end of the text while the retrieval cache is not there
+        yet."""
+        drafting = _draft_activation_bytes(self.request) - self.retrieval // self.request.sequences
+        return max(self._step(sequences), drafting if self.budget else 0)
+
+    def _step(self, sequences: int) -> int:
         return _step_bytes(self.request, self.placement, self.verify_draft.longest if self.budget else 0, sequences)
 
     @property
     def step(self) -> int:
-        """What a round takes, of all that are then decoded together."""
-        return self.round_bytes(self.request.sequences + self.request.beside)
+        """What a round takes, of all that are then decoded together: activations, logits, distributions, chunks that
+        are copied."""
+        return self._step(self.request.sequences + self.request.beside)
 
     @property
     def decoding(self) -> int:
         """The most that rounds take beside what lasts: retrieval caches, attention mass, and a pass."""
-        return self.retrieval + self.mass + self.step + self.captured
+        rounds = self.round_bytes(self.request.sequences + self.request.beside)
+        return self.retrieval + self.mass + rounds + self.captured
 
     @property
     def captured(self) -> int:
@@ -381,7 +387,7 @@ def make_plan(request: RunRequest, placement: Placement | None = None) -> RunPla
     models = [request.matrices, *([request.small_matrices] if request.small_matrices else [])]
     embedding = sum(one.embedding_bytes(request.dtype) for one in models) if request.host_embedding else 0
     weights = sum(one.num_bytes(request.dtype) for one in models) - embedding
-    activations, drafting = _activation_bytes(request, request.own), _draft_activation_bytes(request)
+    activations = _activation_bytes(request, request.own)
 
     def plan(placement: Placement) -> RunPlan:
         block = placement.block_size * token_bytes  # of all layers
@@ -429,7 +435,9 @@ def make_plan(request: RunRequest, placement: Placement | None = None) -> RunPla
             windows=request.sequences * window_bytes(part, request.dtype, chunk_size, limits),
             states=request.sequences * states(part.linear, states=2),
             kept_states=request.sequences * KEPT * part.linear.state_bytes(request.dtype) if part.linear else 0,
-            prefill=max(activations + workspace + joined, drafting)
+            prefill=activations
+            + workspace
+            + joined
             + (_mass_bytes(request, placement, RECENT_ROWS - 1) if budget else 0),
             between_slices=_hidden_bytes(request, request.own) + workspace,
             scratch=_scratch_bytes(request, placement, budget + tail),
@@ -636,8 +644,7 @@ def _window_workspace(request: RunRequest, rows: int) -> int:
 
 
 def _draft_activation_bytes(request: RunRequest) -> int:
-    """Of the draft, which each rank has all of, over the end of the text; and the target's logits behind it, with the
-    distribution that they become."""
+    """Of the draft, which each rank has all of, over the end of the text."""
     small, matrices = request.small, request.small_matrices
     if small is None or matrices is None:
         return 0
@@ -646,7 +653,7 @@ def _draft_activation_bytes(request: RunRequest) -> int:
     hidden = tokens * small.hidden_size * request.dtype.itemsize * (6 if small.is_head else 1)  # what goes into it, too
     hidden += matrices.expansion_bytes(request.dtype, is_step=False)
     inside = max(rows * _row_bytes(request, small), _states_bytes(request, small.linear, rows))
-    return hidden + inside + 2 * 4 * request.target.vocab_size
+    return hidden + inside
 
 
 def _joined_bytes(request: RunRequest) -> int:
@@ -658,7 +665,7 @@ def _further_prefill_bytes(request: RunRequest, *, streams: bool) -> tuple[int, 
     """Of the tokens that a further sequence over the same text has of its own, in a slice and between two."""
     prefix = request.context * request.layer_token_bytes if streams else 0
     within = prefix + _activation_bytes(request, TAIL_TOKENS) + _joined_bytes(request)
-    return max(within, _draft_activation_bytes(request)), prefix + _hidden_bytes(request, TAIL_TOKENS)
+    return within, prefix + _hidden_bytes(request, TAIL_TOKENS)
 
 
 def _row_bytes(request: RunRequest, part: ModelConfig) -> int:

@@ -67,6 +67,8 @@ class DraftControl:
     never does."""
     retrieval_work: RetrievalWork = field(default=RetrievalWork.FULL, init=False)
     """What the next round does for the retrieval caches. Of the tier that decides about the text."""
+    last_retrieval_work: RetrievalWork = field(default=RetrievalWork.FULL, init=False)
+    """What the last round did that was not broken off."""
     after_round: float = field(default=0.0, init=False)
     """Seconds that a round took for the retrieval caches after the last pass."""
     counts: Counts = field(default_factory=Counts, init=False)
@@ -75,7 +77,6 @@ class DraftControl:
     steady: bool = field(default=True, init=False)
     """Whether nothing was compiled or captured in the tier's steps since this was set."""
     _last_drafted: int = field(default=0, init=False)
-    _last_retrieval_work: RetrievalWork = field(default=RetrievalWork.FULL, init=False)  # of the last round
     _step: StepCost | None = field(default=None, init=False)  # what a step is expected to take
     _step_began: float = field(default=0.0, init=False)
     _pass_began: float = field(default=0.0, init=False)
@@ -90,7 +91,6 @@ class DraftControl:
     def begin_step(self) -> int:
         """Begins a step of the tier; how many tokens to draft for each sequence, at most."""
         self._step_began = self.clock()
-        self._last_retrieval_work = self.retrieval_work
         asked = self.draft_tokens if self.most_asked is None else self.most_asked
         if self.asked_next is not None:
             asked, self.asked_next = self.asked_next, None
@@ -101,6 +101,12 @@ class DraftControl:
         self._pass_began = self.clock()
         if not drafted:
             self._step_began = self._pass_began
+
+    def begin_with_empty_caches(self) -> None:
+        """Says that nobody runs, and of those who begin the retrieval caches can be filled when they are needed: once
+        it is known whether anything is drafted."""
+        if self.adapts_to_time and self.fixed is None:
+            self.retrieval_work = self.last_retrieval_work = RetrievalWork.TAIL
 
     # What a step tells.
 
@@ -191,7 +197,7 @@ class DraftControl:
     def _rests(self, batch: int) -> bool:
         """Whether nothing is drafted, and it is too early to decide anew."""
         at_rest = (
-            self._last_retrieval_work is self.retrieval_work is RetrievalWork.NONE
+            self.last_retrieval_work is self.retrieval_work is RetrievalWork.NONE
             and self.fixed is None
             and not self.draft_tokens
         )
@@ -203,7 +209,7 @@ class DraftControl:
         tokens, seconds, probe = self.pays.decide(self._step, most)
         if self.may_skip_retrieval is not None:
             drafts = bool(tokens if probe is None else probe)
-            self.retrieval_work = next_work(self._last_retrieval_work, drafts, self.may_skip_retrieval and not tokens)
+            self.retrieval_work = next_work(self.last_retrieval_work, drafts, self.may_skip_retrieval and not tokens)
             if self.retrieval_work is RetrievalWork.REBUILD:
                 probe = 0
                 self.pays.postpone()

@@ -202,8 +202,9 @@ def test_what_nobody_counts_is_noticed(models, monkeypatch, fault):
 def test_a_closed_run_holds_nothing_and_keeps_its_json(models):
     simulator = Simulator()
     system = simulated_system(simulator, limits=ledger.LIMITS)
-    engine = Engine.load(models / "target", models / "draft", device="cpu", dtype="float32", budget=64, system=system)
+    settings: Any = {"dtype": "float32", "budget": 64, "system": system}
     with as_on_a_gpu(), simulator:
+        engine = Engine.load(models / "target", models / "draft", device="cpu", **settings)
         counted = ledger.Ledger(engine, simulator)
         run = engine.stream(random_tokens(90), Sampling(0.0), 40, ignore_eos=True)
         for _ in range(3):
@@ -229,12 +230,41 @@ def test_a_draft_that_takes_more_than_the_target_is_planned(tmp_path):
     simulator = Simulator()
     settings: Any = {"dtype": "float32", "budget": 2048, "block_length": 1, "draft_length": 1}
     settings["system"] = simulated_system(simulator)
-    engine = Engine.load(models / "target", models / "draft", device="cpu", **settings)
     with as_on_a_gpu(), simulator:
+        engine = Engine.load(models / "target", models / "draft", device="cpu", **settings)
         counted = ledger.Ledger(engine, simulator)
         for _ in engine.stream(random_tokens(500), Sampling(0.0), 4, ignore_eos=True):
             counted.check("in a run")
     assert counted.fullest > 0.8
+
+
+def test_a_draft_that_reads_between_two_slices_of_another_prompt_is_planned(tmp_path):
+    """The first sequence's caches are filled before its first round, when the second one's prompt is being read."""
+    models = ledger.save_models(tmp_path)
+    save_llama(models / "draft", seed=9, num_hidden_layers=1, hidden_size=32, intermediate_size=2048)
+    simulator, taken = Simulator(), list[float]()
+    settings: Any = {"dtype": "float32", "budget": 16, "resident": 0, "block_length": 1, "draft_length": 1}
+    settings["system"] = simulated_system(simulator)
+    with as_on_a_gpu(), simulator:
+        engine = Engine.load(models / "target", models / "draft", device="cpu", **settings)
+        counted = ledger.Ledger(engine, simulator)
+        left = [random_tokens(length, seed=length) for length in (500, 3500)]
+
+        def source(waits: bool) -> Request | None:
+            return Request(left.pop(0), Sampling(0.0), 12, ignore_eos=True) if left else None
+
+        run = engine.run(source, max_sequences=2, in_slices=True)
+        for _ in run:
+            counted.check("in a run")
+            running, reading = ([one for one in run.live if one.state == state] for state in ("running", "reading"))
+            if running and reading and not running[0].active.drafts:
+                free = run._setup.next_bytes(running, reading[0])
+                before = simulator.live
+                next(run)
+                taken.append((simulator.peak - before) / free)
+                assert running[0].active.drafts
+    assert counted.fullest > 0.8
+    assert len(taken) == 1 and 0.8 < taken[0] <= 1, "what is to be free before that round"
 
 
 def test_shares_of_attention_take_what_those_of_one_layer_need():

@@ -182,8 +182,8 @@ def test_a_prompt_that_always_fails_ends_alone(process, lasting):
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_prompt_without_probabilities_ends_alone(process, damaged, ranks):
     server = process(models=damaged, ranks=ranks)
-    want = text(server.complete(max_tokens=200))
-    lines, thread = server.stream(200)
+    want = text(server.complete(max_tokens=400))
+    lines, thread = server.stream(400)
     beside = [server.complete([5, BAD, 6]) for _ in range(2)]
     assert thread.is_alive(), "it is to be written meanwhile"
     thread.join(60)

@@ -95,3 +95,31 @@ def test_a_request_with_more_answers_than_are_written_at_a_time_gets_all(serving
     with serving(max_sequences=2) as server:
         choices = server.complete(n=5, temperature=1, seed=1, max_tokens=4).json["choices"]
         assert [one["index"] for one in choices] == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("draft", ["none", "lookup", "model"])
+def test_of_64_clients_with_short_questions_about_one_text_each_gets_its_own_answer(serving, lasting, draft):
+    """While others join, end and go away in every round."""
+    options = {"max_sequences": 64, "max_queue": 200, "draft": lasting[1] if draft == "model" else draft}
+    with serving(lasting, **options) as server:
+        text = " ".join(f"It was {number}." for number in range(150))
+        asked = [{"prompt": f"{text} Why {number}?", "max_tokens": 1 + number % 16} for number in range(12)]
+        wanted = [server.complete(**one).json["choices"] for one in asked]
+        wrong, answered, turns = [], [], iter(range(200))
+
+        def client(draw):
+            for turn in turns:
+                number = turn % len(asked)
+                if draw.random() < 0.2:
+                    connection = server.connect("POST", COMPLETION, asked[number] | {"max_tokens": 400, "stream": True})
+                    if draw.random() < 0.5:
+                        connection.getresponse().read(30)
+                    connection.close()
+                    continue
+                reply = server.complete(**asked[number])
+                (answered if reply.status == 200 and reply.json["choices"] == wanted[number] else wrong).append(reply)
+
+        server.at_once(*(lambda number=number: client(random.Random(number)) for number in range(64)))
+        assert not wrong and next(turns, None) is None and len(answered) > 100
+        server.wait_for(lambda: server.metric("running_answers") == server.metric("queue_length") == 0)

@@ -193,5 +193,6 @@ def _passing(plans: Sequence[RunPlan]) -> int:
     """The most that sequences with these plans take beside what lasts: all of them decode, or one is read while the
     others do."""
     decoding = [plan.retrieval + plan.mass for plan in plans]
-    most = sum(decoding) + max((plan.step for plan in plans), default=0)
+    rounds = (plan.round_bytes(plan.request.sequences + plan.request.beside) for plan in plans)
+    most = sum(decoding) + max(rounds, default=0)
     return max([most, *(sum(decoding) - own + plan.reading for plan, own in zip(plans, decoding, strict=True))])

@@ -1,0 +1,129 @@
+"""The drafting tiers' caches of a sequence that joins: filled before the first round for which anything may be drafted,
+and with no effect on any text."""
+
+import random
+from typing import Any
+
+import pytest
+from tiny import random_tokens
+from triforce.offload import Ended, Request, Sampling
+from triforce.offload.batch.sequence import ActiveSequence
+from triforce.offload.limits import Limits
+from triforce.offload.speculation.control import DraftControl
+from triforce.offload.speculation.distribution import SequencesFailed
+from triforce.offload.speculation.refresh import RetrievalWork, next_work
+from triforce.offload.speculation.tiers import Tier
+from triforce.offload.system import System
+from triforce.tp.decoder import Tiling
+
+GREEDY = Sampling(temperature=0.0)
+LIMITS = Limits(largest_block=1024, tiling=Tiling(64, 16, 320))
+BOOK = random_tokens(400, seed=3)
+QUESTIONS = [random_tokens(5 + number, seed=number) for number in range(6)]
+PROMPTS = [*([*BOOK, *question] for question in QUESTIONS), *QUESTIONS]
+
+
+def decides(monkeypatch, drafts):
+    """Has what is drafted, for the full cache's tier and the one below, be what `drafts()` says each time."""
+
+    def by_time(control, step, most):
+        tokens, probe = drafts() and min(3, most), None
+        if control.may_skip_retrieval is not None:
+            control.retrieval_work = next_work(control.last_retrieval_work, bool(tokens), not tokens)
+            probe = 0 if control.retrieval_work is RetrievalWork.REBUILD else None
+        return tokens, 1.0, probe
+
+    monkeypatch.setattr(DraftControl, "_by_time", by_time)
+
+
+def texts(engine, prompts, joins, new_tokens=10, most=4):
+    """What is written after these prompts, each of which joins where `joins()`, or where nobody runs; by its index."""
+    left, found = list(enumerate(prompts)), dict[int, Any]()
+
+    def source(waits):
+        if left and (waits or joins()):
+            number, prompt = left.pop(0)
+            return Request(prompt, GREEDY, new_tokens, ignore_eos=True, tag=number)
+        return None
+
+    for event in engine.run(source, max_sequences=most):
+        if isinstance(event, Ended):
+            assert event.sequence.error is None
+            found[event.sequence.tag] = event.sequence.statistics.token_ids
+    return [found[number] for number in range(len(prompts))]
+
+
+@pytest.mark.parametrize("settings", [{}, {"resident": 0.0}], ids=["resident", "streamed"])
+def test_texts_do_not_depend_on_when_anything_is_drafted(models, settings, monkeypatch):
+    rng = random.Random(7)
+    engine = models.engine("llama", **{"system": System(limits=LIMITS)} | settings)
+    alone = [texts(engine, [prompt], lambda: True)[0] for prompt in PROMPTS]
+    for often in (0.1, 0.5, 0.9) * 4:
+        decides(monkeypatch, lambda often=often: 3 * (rng.random() < often))
+        order = rng.sample(range(len(PROMPTS)), 7)
+        found = texts(engine, [PROMPTS[i] for i in order], lambda: rng.random() < 0.4)
+        assert found == [alone[i] for i in order]
+
+
+def test_an_answer_that_nothing_is_drafted_for_fills_no_cache_for_it(models, monkeypatch):
+    engine, filled = models.engine("llama"), []
+    real = ActiveSequence.fill_drafting_caches
+
+    def counted(sequence, **given):
+        filled.append(sequence)
+        real(sequence, **given)
+
+    monkeypatch.setattr(ActiveSequence, "fill_drafting_caches", counted)
+    decides(monkeypatch, lambda: 3)
+    alone = [texts(engine, [prompt], lambda: True)[0] for prompt in PROMPTS[:3]]
+    assert len(filled) == 3
+    filled.clear()
+    decides(monkeypatch, lambda: 0)
+    assert texts(engine, PROMPTS[:3], lambda: True) == alone
+    assert not filled
+
+
+def test_sequences_that_follow_others_in_a_run_go_on_from_what_those_have_measured(models):
+    """Those of a much longer text begin anew."""
+    engine = models.engine("llama")
+    left, controls = [PROMPTS[0], PROMPTS[1], random_tokens(3000, seed=5)], []
+
+    def source(waits):
+        return Request(left.pop(0), GREEDY, 6, ignore_eos=True) if waits and left else None
+
+    run = engine.run(source, max_sequences=4)
+    controls = [run.tiers[0].control for event in run if isinstance(event, Ended)]
+    assert controls[0] is controls[1] is not controls[2]
+
+
+def test_a_round_that_was_broken_off_before_caches_were_filled_leaves_them_to_the_next(models, monkeypatch):
+    """Also where lengths are chosen before that one, as a prompt was read; else the first draft would read all of the
+    text, into a cache that grows."""
+    engine, step, failed, rooms = models.engine("llama"), Tier.step, list[Any](), set()
+    alone = [texts(engine, [prompt], lambda: True)[0] for prompt in PROMPTS[:2]]
+    left, drafts = [0, 1], [0]
+
+    def breaks_off_once(tier, sequences, limits, **given):
+        emitted = step(tier, sequences, limits, **given)
+        if tier.control.retrieval_work is RetrievalWork.REBUILD and not failed:
+            failed.append(sequences[1])
+            tier.control.choose_lengths(1)
+            raise SequencesFailed("broken off", failed)
+        return emitted
+
+    def source(waits):
+        number = left.pop(0) if left else None
+        return number if number is None else Request(PROMPTS[number], GREEDY, 10, ignore_eos=True, tag=number)
+
+    monkeypatch.setattr(Tier, "step", breaks_off_once)
+    decides(monkeypatch, lambda: drafts[0])
+    run, found = engine.run(source, max_sequences=4), dict[int, Any]()
+    for event in run:
+        if isinstance(event, Ended):
+            found[event.sequence.tag] = event.sequence.error, event.sequence.statistics.token_ids
+        for retrieval in [one.active.retrieval for one in run.live if one.active_or_none]:
+            rooms |= {keys.shape[1] for keys, _ in retrieval._buffers} if retrieval else set()
+        drafts[0] = 3 * (run.rounds_done >= 3)
+    assert found[0] == (None, alone[0]) and found[1][0] == "broken off"
+    assert 0 < len(found[1][1]) < 10 and found[1][1] == alone[1][: len(found[1][1])]
+    assert len(rooms) == 1, "a cache has grown"
