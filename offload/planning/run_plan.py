@@ -207,8 +207,7 @@ class RunPlan:
     @property
     def decoding(self) -> int:
         """The most that rounds take beside what lasts: retrieval caches, attention mass, and a pass."""
-        rounds = self.round_bytes(self.request.sequences + self.request.beside)
-        return self.retrieval + self.mass + rounds + self.captured
+        return self.retrieval + self.mass + self.round_bytes(self.request.sequences + self.request.beside)
 
     @property
     def captured(self) -> int:
@@ -239,7 +238,7 @@ class RunPlan:
         lasting = (
             self.ring + self.open_stretches + self.windows + self.states + self.rope + self.draft_kv + self.scratch
         )
-        return lasting + self.request.to_come + max(self.decoding, self.reading)
+        return lasting + self.captured + self.request.to_come + max(self.decoding, self.reading)
 
     @property
     def cuda_context(self) -> int:
