@@ -1,4 +1,5 @@
-"""What a decoder computes besides attention: projections with the norm before them, the gated MLP, and rotation.
+"""What a decoder computes besides attention: projections with the norm before them, norms and gates, the gated MLP, the
+choice of experts, and rotation.
 
 Each is PyTorch operations or, for the at most `STEP_ROWS` rows of a step on a CPU, one call of a compiled kernel
 (`cpu/source/layers`), because dispatching PyTorch operations would take most of the time. With the compiled kernels a
@@ -106,7 +107,7 @@ def choose_experts(x: Tensor, router: Tensor, used: int, *, normalised: bool) ->
         likely = linear(x.float(), router).softmax(dim=-1).sort(dim=-1, descending=True, stable=True)
         shares = likely.values[:, :used]
         return shares / shares.sum(dim=-1, keepdim=True) if normalised else shares, likely.indices[:, :used]
-    shares, ids = torch.empty(len(x), used), torch.empty(len(x), used, dtype=torch.int64)
+    shares, ids = (torch.empty(len(x), used, dtype=kind) for kind in (torch.float32, torch.int64))
     failed = call(
         kernels.triforce_choose_experts,
         *(x.data_ptr(), *x.shape, x.dtype == torch.bfloat16, router.data_ptr(), len(router), used, normalised),
@@ -151,7 +152,8 @@ def held_expert_mlps(
 def rms_norm(x: Tensor, norm: Tensor, eps: float) -> Tensor:
     """The RMS norm over the last dimension of `x` `[n, width]` or `[heads, n, width]`, times `norm` `[width]`, in `x`'s
     dtype. A norm in float32 multiplies what is not rounded yet."""
-    fits = x.shape[-2] <= STEP_ROWS and x.stride(-1) == 1 and norm.is_contiguous()
+    fits = x.dim() in (2, 3) and x.shape[-2] <= STEP_ROWS and x.stride(-1) == 1
+    fits = fits and norm.shape == x.shape[-1:] and norm.is_contiguous()
     fits = fits and norm.dtype in (x.dtype, torch.float32)
     kernels = _kernels(x.device, x.dtype, selected().layers) if fits else None
     if kernels is not None:
@@ -180,7 +182,8 @@ def gated(gate: Tensor, up: Tensor, activation: str) -> Tensor:
 
 def by_sigmoid(x: Tensor, gate: Tensor) -> Tensor:
     """`x` `[n, width]` times the sigmoid of `gate`, which is as wide, or 1; see `gated`."""
-    fits = len(x) <= STEP_ROWS and x.is_contiguous() and gate.is_contiguous() and gate.dtype == x.dtype
+    gate = gate.contiguous()  # whether it is must not decide, as it may depend on the number of rows
+    fits = len(x) <= STEP_ROWS and x.is_contiguous() and gate.dtype == x.dtype
     kernels = _kernels(x.device, x.dtype, selected().layers) if fits else None
     if kernels is None:
         return by_rows(torch.sigmoid, gate).mul(x)

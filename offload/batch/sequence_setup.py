@@ -382,7 +382,9 @@ class SequenceSetup:
         costs = PassTimes(lengths, models.hardware()).costs()
         drafts = {"verify": lengths.verify_draft, "retrieval": lengths.retrieval_draft}
         begins = {name: cost.base + cost.per_row for name, cost in costs.items()}
-        if adapts and self.tiers and self._drafts == drafts and _alike(begins, self._begins):
+        # Of one alone little is learnt that holds for the next: it would draft less than it should.
+        together = len(first) > 1
+        if together and adapts and self.tiers and self._drafts == drafts and _alike(begins, self._begins):
             self.tiers[0].control.begin_with_empty_caches()
             return self.tiers
         self._drafts, self._begins = drafts, begins if adapts else {}

@@ -203,6 +203,11 @@ class FullCache:
         return self._hidden_states and self._hidden_states()
 
     @property
+    def leaves_hidden_states(self) -> bool:
+        """Whether passes leave what such a head reads."""
+        return self.hidden_states is not None
+
+    @property
     def collector(self) -> BlockCollector | None:
         """What the next pass is to hand its blocks to."""
         collector = self._collector and self._collector()

@@ -81,6 +81,11 @@ class JoinedFullCache(JoinedCache):
         """See `offload.held`: beside the caches."""
         return self._attention.held()
 
+    @property
+    def leaves_hidden_states(self) -> bool:
+        """See `FullCache`."""
+        return any(cache.leaves_hidden_states for cache in self._caches)
+
     def prepare(self, n: int) -> None:
         self._attention.prepare(self.counts)
         for cache, count in zip(self._caches, self.counts, strict=True):

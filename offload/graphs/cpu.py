@@ -41,7 +41,7 @@ class CpuCapture:
     joins = False
     passes_before = 2
     most_tokens = 10
-    pieces_rows = 8  # of more the host's share is small, and each has memory of its own
+    pieces_rows = 1  # of more the host's share is small, and each has memory of its own
 
     def __init__(self) -> None:
         self._tapes: weakref.WeakSet[_Tape] = weakref.WeakSet()

@@ -65,7 +65,7 @@ class Pieces:
             return None
         if not isinstance(cache, FullCache | JoinedFullCache) or not capture.takes(self._decoder):
             return None
-        if self._decoder.config.linear:
+        if self._decoder.config.linear or cache.leaves_hidden_states:
             return None
         if self._decoder.ranks.size > 1:  # one that fails between two sums would leave the others waiting
             return None
@@ -92,7 +92,7 @@ class Pieces:
             if self._buffers is None:
                 self._buffers, self._pool = _Buffers(self._decoder, capture.pieces_rows), capture.pool()
             one.capture(capture, self._pool, self._buffers)
-        except RuntimeError as error:
+        except (RuntimeError, MemoryError) as error:
             return first_reason(error)
         return None
 
@@ -108,7 +108,7 @@ class _Buffers:
             return torch.zeros(most_rows, *width, dtype=dtype, device=device)
 
         self.token_ids = rows(dtype=torch.int64)
-        self.rotation = tuple(rows(config.head_dim, dtype=torch.float32) for _ in range(2 * len(config.ropes)))
+        self.rotation = tuple(rows(config.rotated, dtype=torch.float32) for _ in range(2 * len(config.ropes)))
         self.q, self.out = (rows(config.num_heads, config.head_dim) for _ in range(2))
         self.k, self.v = (rows(config.num_kv_heads, config.head_dim) for _ in range(2))
         self.logits = rows(decoder.config.vocab_size, dtype=torch.float32)
@@ -135,13 +135,11 @@ def pieces_bytes(
 
 
 def kept_row_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
-    """Bytes of what a layer computes of a row where each layer of a captured pass has memory of its own: query, key and
-    value as they come, and normed, and what is read; rows as they are normed or added; the experts that are chosen; and
-    of an MLP that is no kernel its parts."""
-    numbers = config.head_dim * (2 + config.qk_norm) * (config.num_heads + config.num_kv_heads)
-    numbers += (2 + 2 * config.float32_norms + 4 * config.norms_behind) * config.hidden_size
-    if config.activation != "silu":
-        numbers += 5 * config.intermediate_size
+    """Bytes at most of what a layer computes of a row where each layer of a captured pass has memory of its own: query,
+    key and value as they come, and normed, and what is read; rows as they are normed or added; the experts that are
+    chosen; and of an MLP that is no kernel its parts."""
+    numbers = 4 * config.head_dim * ((1 + config.output_gate) * config.num_heads + config.num_kv_heads)
+    numbers += 8 * config.hidden_size + 6 * config.intermediate_size
     return numbers * dtype.itemsize + (config.experts.used * (8 + 4) if config.experts else 0)
 
 
@@ -224,7 +222,7 @@ class _BetweenPieces:
         raise NotImplementedError("passes with states are not captured")
 
     def keep_hidden(self, hidden: Tensor) -> None:
-        """Models without states have nobody who asks for it."""
+        """Who asks for it has passes that are not captured in pieces."""
 
     def hidden_before(self, n: int) -> Tensor:
         raise NotImplementedError("passes of a multi-token-prediction head are not captured")

@@ -85,6 +85,11 @@ def test_a_norm_is_one_by_the_root_of_the_mean_square(n, heads, width, dtype, of
             assert torch.equal(rms_norm(x[..., i : i + 1, :], norm, 1e-5), found[..., i : i + 1, :])
 
 
+def test_a_norm_of_another_width_is_an_error():
+    with pytest.raises(RuntimeError, match="shape"):
+        rms_norm(torch.ones(1, 16), torch.ones(3), 1e-5)
+
+
 @pytest.mark.parametrize(("dtype", "tolerance"), FORMATS)
 @pytest.mark.parametrize(("hidden", "width"), [(32, 96), (77, 13), (78, 46), (256, 688)])
 @pytest.mark.parametrize("n", ROWS)

@@ -12,7 +12,7 @@ from spmd import run_jobs
 from tiny import greedy_oracle, random_tokens, save_family
 from transformers import MixtralConfig, Qwen3MoeConfig
 from triforce.kernels import Level, cpu_level
-from triforce.kernels.layers import choose_experts, products_are_independent
+from triforce.kernels.layers import by_sigmoid, choose_experts, products_are_independent
 from triforce.kernels.quantised import QuantisedMatrix, quantised_experts
 from triforce.kernels.selection import padded_rows, use_kernels
 from triforce.offload import Engine, Sampling
@@ -97,6 +97,26 @@ def test_experts_are_chosen_by_the_softmax_of_the_router(count, used, n, dtype, 
         for i in range(n):
             alone = choose_experts(x[i : i + 1], router, used, normalised=normalised)
             assert torch.equal(alone[0][0], shares[i]) and torch.equal(alone[1][0], ids[i])
+
+
+def test_experts_that_are_next_to_impossible_have_no_share():
+    shares, ids = choose_experts(torch.tensor([[0.0, -1000.0, -30.0, -2000.0]]), torch.eye(4), 3, normalised=False)
+    assert ids[0, :2].tolist() == [0, 2] and shares[0, 2] == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("width", [1, 32])
+def test_a_row_is_gated_by_a_sigmoid_alone_and_in_company(width, dtype):
+    """Also where gates do not lie one after another."""
+    g = torch.Generator().manual_seed(1)
+    gates = torch.cat([torch.randn(6, 2, width, generator=g) * 4, torch.full((2, 2, width), -float("inf"))]).to(dtype)
+    x, gate = torch.randn(8, 32, generator=g).to(dtype), gates.unbind(1)[1]
+    found = by_sigmoid(x, gate)
+    want = x.double() * gate.double().sigmoid()
+    torch.testing.assert_close(found.double(), want, atol=1e-6 if dtype == torch.float32 else 2e-2, rtol=0)
+    assert (found[6:] == 0).all()
+    for i in range(8):
+        assert torch.equal(by_sigmoid(x[i : i + 1], gate[i : i + 1])[0], found[i])
 
 
 @pytest.mark.parametrize("wrong", [float("nan"), float("inf"), -float("inf")])

@@ -84,16 +84,22 @@ def test_an_answer_that_nothing_is_drafted_for_fills_no_cache_for_it(models, mon
 
 
 def test_sequences_that_follow_others_in_a_run_go_on_from_what_those_have_measured(models):
-    """Those of a much longer text begin anew."""
-    engine = models.engine("llama")
-    left, controls = [PROMPTS[0], PROMPTS[1], random_tokens(3000, seed=5)], []
+    """Several that begin together; those of a much longer text, and one alone, begin anew."""
+    engine, begun = models.engine("llama"), set()
+    long = [random_tokens(3000, seed=5), random_tokens(3000, seed=6)]
+    groups = [PROMPTS[:2], PROMPTS[1:3], long, PROMPTS[:2], PROMPTS[:1]]
+    left = [(i, prompt) for i, group in enumerate(groups) for prompt in group]
 
     def source(waits):
-        return Request(left.pop(0), GREEDY, 6, ignore_eos=True) if waits and left else None
+        if not left or (not waits and left[0][0] not in begun):
+            return None
+        group, prompt = left.pop(0)
+        begun.add(group)
+        return Request(prompt, GREEDY, 6, ignore_eos=True, tag=group)
 
     run = engine.run(source, max_sequences=4)
-    controls = [run.tiers[0].control for event in run if isinstance(event, Ended)]
-    assert controls[0] is controls[1] is not controls[2]
+    controls = {event.sequence.tag: run.tiers[0].control for event in run if isinstance(event, Ended)}
+    assert controls[0] is controls[1] and len({id(control) for control in controls.values()}) == 4
 
 
 def test_a_round_that_was_broken_off_before_caches_were_filled_leaves_them_to_the_next(models, monkeypatch):

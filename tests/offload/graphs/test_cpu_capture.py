@@ -21,6 +21,7 @@ from triforce.kernels.cpu.library import Level, cpu_level
 from triforce.kernels.selection import use_kernels
 from triforce.offload import Engine, Sampling
 from triforce.offload.caches.full import FullCache
+from triforce.offload.caches.hidden_states import HiddenStates
 from triforce.offload.caches.retrieval import RetrievalCache
 from triforce.offload.caches.streaming import SLACK, StreamingCache
 from triforce.offload.graphs.cpu import CpuCapture
@@ -41,9 +42,13 @@ def plain_pytorch() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="module", params=["bfloat16", "float32", "awq", "gguf", "experts"])
+GATED = {"layer_types": ["full_attention"] * 4, "head_dim": 32}
+
+
+@pytest.fixture(scope="module", params=["bfloat16", "float32", "awq", "gguf", "experts", "gated"])
 def decoder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Decoder:
-    """In the last three, weights in few bits, of `gguf` the embedding too."""
+    """In three of them, weights in few bits, of `gguf` the embedding too; `gated` has heads with gates, of which only
+    some dimensions are rotated."""
     directory, kind = tmp_path_factory.mktemp("models") / "model", request.param
     if kind == "gguf":
         save_gguf(directory, "llama", lambda name: Form.Q4_K if "v_proj" not in name else Form.Q8_0)
@@ -52,6 +57,8 @@ def decoder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         save_quantised(directory, FORMATS["awq"], num_key_value_heads=2, head_dim=32)
     elif kind == "experts":
         save_quantised(directory, FORMATS["gptq"], "qwen3-moe", head_dim=32)
+    elif kind == "gated":
+        save_family(directory, "qwen3.5", **GATED)
     else:
         save_llama(directory, num_hidden_layers=2, num_key_value_heads=2, head_dim=32)
     dtype = torch.float32 if kind == "float32" else torch.bfloat16
@@ -220,6 +227,15 @@ def test_several_sequences_run_as_they_come_and_leave_no_capture_behind(decoder)
     assert joined._captures._captured == {}
 
 
+def test_passes_that_leave_hidden_states_run_as_they_come(decoder) -> None:
+    cache, graphs = filled(decoder, 30), Graphs(CpuCapture())
+    states = HiddenStates(decoder)
+    cache.leave_hidden_states_in(states)
+    for token in random_tokens(6):
+        Passes(decoder, cache, graphs).forward(torch.tensor([token]))
+    assert states.known == range(30, 36)
+
+
 def test_what_reads_numbers_is_not_captured(decoder, monkeypatch):
     cache = streaming_cache(decoder)
     whole = cache.attend
@@ -314,24 +330,18 @@ def test_all_but_attention_to_full_caches_is_captured(decoder, history) -> None:
     assert sum(one.is_captured for one in passes) == sum(count > CpuCapture.passes_before for count in counts)
 
 
-def test_passes_of_several_sequences_over_full_caches_are_captured_together(decoder) -> None:
-    graphs, lengths = Graphs(CpuCapture()), (40, 300, 7)
-    joined = JoinedPasses([Passes(decoder, filled(decoder, n), graphs) for n in lengths])
-    alone = [Passes(decoder, filled(decoder, n)) for n in lengths]
-    for i in range(12):
-        counts = [1, 3, 1] if i % 3 else [1, 1, 1]
-        tokens = torch.tensor(random_tokens(sum(counts), seed=i))
-        got = joined.forward(tokens, counts, [1, 1, 1])
-        want = [passes.forward(part)[-1:] for passes, part in zip(alone, tokens.split(counts), strict=True)]
-        assert torch.equal(got, torch.cat(want))
-    assert all(one.is_captured for one in graphs.pieces_of(decoder)._passes.values())
-
-
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3", "mistral-window", "llama-bias"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3", "mistral-window", "llama-bias", "gated", "few-bits"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_what_pieces_keep_is_planned(tmp_path, family, dtype) -> None:
     """All passes that can be captured, with what each has computed on the way."""
-    save_family(tmp_path, family, head_dim=32)
+    if family == "few-bits":
+        if dtype == torch.float32:
+            pytest.skip("weights in few bits are captured in bfloat16")
+        save_quantised(tmp_path, FORMATS["gptq"], "gemma3", head_dim=32)
+    elif family == "gated":
+        save_family(tmp_path, "qwen3.5", **GATED)
+    else:
+        save_family(tmp_path, family, head_dim=32)
     decoder = Decoder.load(tmp_path, dtype=dtype, device=torch.device("cpu"))
     graphs, cache = Graphs(CpuCapture()), filled(decoder, 30)
     passes = Passes(decoder, cache, graphs)
@@ -347,4 +357,4 @@ def test_what_pieces_keep_is_planned(tmp_path, family, dtype) -> None:
     storages = {x.untyped_storage()._cdata: x.untyped_storage().nbytes() for x in kept}
     taken = sum(size for at, size in storages.items() if at not in theirs)
     row = kept_row_bytes(decoder.part, dtype)
-    assert taken <= pieces_bytes(decoder.config, dtype, row, CpuCapture, shared=False) <= 3 * taken
+    assert taken <= pieces_bytes(decoder.config, dtype, row, CpuCapture, shared=False) <= 8 * taken

@@ -133,6 +133,7 @@ def test_what_a_capture_takes_says_nothing_of_a_pass(pairs, monkeypatch):
     run = engine.stream(PROMPT, GREEDY, 60)
     next(run)
     draft, tokens, observed, after_each = run.batch.tiers[-1], run.sequence.active, [], []
+    tokens.fill_drafting_caches(looks_up=False, chooses=True)
     monkeypatch.setattr(PassCost, "observe", lambda *given: observed.append(given))
     for _ in range(4):
         draft._step_without_draft([tokens], 1)

@@ -1,4 +1,5 @@
-/* A decoder's products for a few rows: projections with the norm before them, the gated MLP, and the rotation.
+/* What a decoder computes of a few rows: projections with the norm before them, norms and gates, the gated MLP, the choice of
+ * experts, and the rotation.
  *
  * With few rows, reading the matrix once is nearly all the work, and the preparations of a general matrix product would
  * take most of the time. Sums are float32, of dot products (layers_dots.h) or, with AMX, of matrix tiles (layers_amx.h); in
@@ -260,6 +261,13 @@ INLINE __m512 exponential(__m512 x)
     return _mm512_scalef_ps(p, k);
 }
 
+/* The same of any x: 0 below -87.3, and NaN of NaN. */
+INLINE __m512 whole_exponential(__m512 x)
+{
+    const __m512 e = _mm512_mask_mov_ps(exponential(x), _mm512_cmp_ps_mask(x, _mm512_set1_ps(-87.3f), _CMP_LT_OQ), _mm512_setzero_ps());
+    return _mm512_mask_mov_ps(e, _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q), x);
+}
+
 INLINE __m512 as_stored(__m512 x, int is_bf16)
 {
     if (!is_bf16)
@@ -378,8 +386,7 @@ INLINE void choose(float *logits, int64_t count, int64_t used, int normalised, i
     for (int64_t i = 0; i < count; i += 16) {
         const __mmask16 mask = first16(count - i);
         const __m512 x = _mm512_sub_ps(_mm512_maskz_loadu_ps(mask, logits + i), most);
-        const __mmask16 is_nan = _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q); /* which `exponential` would make a number of */
-        const __m512 e = _mm512_mask_mov_ps(exponential(x), is_nan, x);
+        const __m512 e = whole_exponential(x);
         _mm512_mask_storeu_ps(logits + i, mask, e);
         sums = _mm512_mask_add_ps(sums, mask, sums, e);
     }
@@ -512,9 +519,10 @@ INLINE void rms_norm(const void *x, int64_t head_stride, int64_t row_stride, con
 
 INLINE __m512 sigmoid(__m512 x)
 {
-    const __m512 one = _mm512_set1_ps(1.0f), e = exponential(_mm512_sub_ps(_mm512_setzero_ps(), x));
-    const __m512 y = _mm512_div_ps(one, _mm512_add_ps(e, one));
-    return _mm512_mask_mov_ps(y, _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q), x); /* NaN, which `exponential` makes a number of */
+    const __m512 one = _mm512_set1_ps(1.0f), none = _mm512_setzero_ps();
+    const __m512 y = _mm512_div_ps(one, _mm512_add_ps(exponential(_mm512_sub_ps(none, x)), one));
+    const __mmask16 is_nan = _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q);
+    return _mm512_mask_mov_ps(_mm512_mask_mov_ps(y, _mm512_cmp_ps_mask(x, _mm512_set1_ps(-87.3f), _CMP_LT_OQ), none), is_nan, x);
 }
 
 INLINE void gated_norm(const void *x, const void *gate, int64_t gate_stride, const void *weight, float eps, void *out, int64_t n,
