@@ -288,7 +288,7 @@ class States:
         """The most tokens, up to so many, whose state is there, or can be computed from what is."""
         states = *self._working, *self._committed
         known = {length, *self._kept, *(state.position for state in states), *(rows.stop for rows in self._rows)}
-        return max((one for one in known if one <= length and self._reaches(one)), default=0)
+        return max((one for one in known if 0 <= one <= length and self._reaches(one)), default=0)
 
     def _reaches(self, length: int) -> bool:
         return len(self._kept.get(length, ())) == len(self._working) or self._can_go_on(length)

@@ -161,6 +161,21 @@ def test_what_is_broken_off_in_a_layer_leaves_the_state_before(n, layers):
 
 
 @torch.inference_mode()
+def test_states_that_were_being_restored_are_as_if_they_had_never_been(hybrid):
+    """Where that was broken off, after the last of them and before it was said that all are there."""
+    root, _ = hybrid
+    decoder = Decoder.load(root / "target", dtype=torch.float32, device=CPU)
+    saved, cache = cache_of(decoder), cache_of(decoder)
+    want = decoder.forward(torch.tensor(BOOK[:100]), saved)
+    cache.states.restart(0)
+    for layer in range(len(decoder.config.linear.layers)):
+        cache.states.restore(layer, 100, saved.states.export(layer, 100)())
+    cache.break_off()
+    assert cache.length == 0
+    assert torch.equal(decoder.forward(torch.tensor(BOOK[:100]), cache), want)
+
+
+@torch.inference_mode()
 def test_a_copy_has_room_for_what_passes_again(hybrid):
     """Of a run with longer verifications than the one that goes on."""
     root, _ = hybrid
