@@ -369,6 +369,7 @@ def memory(device: str, quick: bool) -> Iterator[tuple[str, Any]]:
         next(run)
     finally:
         yield "prefill", reading  # also where memory did not suffice
+    next(run)  # caches of drafting tiers are filled before the first round
     yield "first_refresh", phase()
     for _ in run:
         pass

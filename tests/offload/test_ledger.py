@@ -88,7 +88,8 @@ def rooms_of_tails(models, refresh, block_length, new_tokens, budget=1024):
             retrieval = run.sequence.active.retrieval
             assert retrieval
             rooms |= {keys.shape[1] for keys, _ in retrieval._buffers}
-            if max(rooms) > planned:
+            assert rooms or not event.index  # there before the first round
+            if max(rooms, default=0) > planned:
                 break
         run.close()
     assert budget < 1024 or run.stats()["acceptance"]["tokens_per_round"] > 3

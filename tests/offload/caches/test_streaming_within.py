@@ -148,7 +148,9 @@ def test_the_workspace_of_a_prefill_is_gone_when_the_retrieval_cache_comes(model
     )
     run = engine.stream(PROMPT, Sampling(temperature=0.0), NEW_TOKENS)
     next(run)
-    assert found == [None]
+    assert found == []
+    next(run)  # before whose round it comes
+    assert found and set(found) == {None}
 
 
 @pytest.mark.parametrize("reuse", [0, None])
@@ -254,6 +256,7 @@ def test_failing_copy_is_the_error_of_the_run(models):
     engine = load(models, resident=0)
     run = engine.stream(PROMPT, Sampling(temperature=0.0), NEW_TOKENS)
     next(run)
+    next(run)  # the retrieval cache is there
     blocks = blocks_of(engine)
     blocks._link.wait_for_stores()
     blocks._host[1].blocks = blocks._host[1].blocks[..., :-1]  # what cannot be copied to a block
