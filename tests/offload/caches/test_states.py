@@ -166,6 +166,7 @@ def test_states_that_were_being_restored_are_as_if_they_had_never_been(hybrid):
     root, _ = hybrid
     decoder = Decoder.load(root / "target", dtype=torch.float32, device=CPU)
     saved, cache = cache_of(decoder), cache_of(decoder)
+    assert decoder.config.linear and saved.states and cache.states
     want = decoder.forward(torch.tensor(BOOK[:100]), saved)
     cache.states.restart(0)
     for layer in range(len(decoder.config.linear.layers)):
