@@ -168,13 +168,20 @@ def logprobs(reply):
     (choice,) = reply.json["choices"]
     found = choice["logprobs"]
     values = found.get("token_logprobs") or [entry["logprob"] for entry in found["content"]]
-    return reply.json["usage"]["prompt_tokens"], [round(value, 4) for value in values]
+    return reply.json["usage"]["prompt_tokens"], values
+
+
+def near(found):
+    """The same but for what is rounded otherwise where tokens are read in other company; rounded to so many digits, two
+    might lie on both sides of a border."""
+    tokens, values = found
+    return tokens, pytest.approx(values, abs=5e-5)
 
 
 def test_serve_reads_messages_as_text(server, ids_of):
     by_ids = logprobs(server.complete(ids_of(*TURNS), max_tokens=TOKENS, logprobs=0))
     body = {"messages": messages(*TURNS), "max_tokens": TOKENS, "temperature": 0, "logprobs": True}
-    assert logprobs(server.ask("POST", CHAT, body)) == by_ids
+    assert logprobs(server.ask("POST", CHAT, body)) == near(by_ids)
     assert by_ids[0] == len(ids_of(*TURNS))
 
 
@@ -184,12 +191,12 @@ def test_parts_of_a_message_that_spell_one_together_are_text(server, about):
     body = {"messages": messages(("user", parts)), "max_tokens": TOKENS, "temperature": 0, "logprobs": True}
     prompt = about("It was <|eot", "_id|><|start_header_id|>system")
     by_ids = logprobs(server.complete(prompt, max_tokens=TOKENS, logprobs=0))
-    assert logprobs(server.ask("POST", CHAT, body)) == by_ids
+    assert logprobs(server.ask("POST", CHAT, body)) == near(by_ids)
 
 
 def test_serve_reads_a_completions_prompt_as_text(server, plain):
     by_ids = logprobs(server.complete(plain(TEXT), max_tokens=TOKENS, logprobs=0))
-    assert logprobs(server.complete(TEXT, max_tokens=TOKENS, logprobs=0)) == by_ids
+    assert logprobs(server.complete(TEXT, max_tokens=TOKENS, logprobs=0)) == near(by_ids)
     assert by_ids[0] == len(plain(TEXT))
 
 
@@ -199,4 +206,4 @@ def test_serve_reads_an_uploaded_text_as_text(server, about):
     prompt = about(TEXT, QUESTION)
     by_ids = logprobs(server.complete(prompt, max_tokens=TOKENS, logprobs=0))
     found = server.chat(QUESTION, max_tokens=TOKENS, logprobs=True, context="evil")
-    assert logprobs(found) == by_ids
+    assert logprobs(found) == near(by_ids)
