@@ -22,16 +22,19 @@ FIND = json.dumps({"text": HARD, "most": [1, {"x": 2}]}, ensure_ascii=False)
 
 def read(syntax, pieces):
     """Reasoning, content, and the calls with their arguments, as they come together."""
-    reader, texts, calls, ids = AnswerParts(syntax), {"reasoning": "", "content": ""}, {}, {}
+    reader, texts, calls, ids = AnswerParts(syntax), {"reasoning": [], "content": []}, {}, {}
     for part in [*(part for piece in pieces for part in reader.add(piece)), *reader.finish()]:
         if part.call:
             assert ids.setdefault(part.call.index, part.call.id) == part.call.id and len(part.call.id) == 9
-            key = part.call.index, part.call.name
-            calls[key] = calls.get(key, "") + part.text
+            calls.setdefault((part.call.index, part.call.name), []).append(part.text)
         else:
-            texts[part.kind] += part.text
+            texts[part.kind].append(part.text)
     assert [index for index, _ in calls] == list(range(reader.num_calls))
-    return texts["reasoning"], texts["content"], [(name, text) for (_, name), text in calls.items()]
+    return (
+        "".join(texts["reasoning"]),
+        "".join(texts["content"]),
+        [(name, "".join(said)) for (_, name), said in calls.items()],
+    )
 
 
 def in_pieces(text, chance):

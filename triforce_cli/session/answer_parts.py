@@ -112,7 +112,9 @@ class AnswerParts:
         """What further text brings."""
         if self._syntax == PLAIN:
             return [Part("content", text)] if text else []
-        self._text += text
+        longer, self._text = self._text, ""
+        longer += text  # nothing else refers to it: CPython appends in place, where `self._text +=` copies all of it
+        self._text = longer
         next(self._reading, None)
         found, self._new = self._new, []
         return joined(found)
