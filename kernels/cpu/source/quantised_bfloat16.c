@@ -19,6 +19,10 @@
 
 #define AT_ONCE 32
 
+/* Has an array written, and read again: compilers would rather take numbers apart by permutations, of which there are too many
+ * already. */
+#define IN_MEMORY(array) __asm__ volatile("" : "+m"(array))
+
 INLINE __m512 counting(void)
 {
     return _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
@@ -26,18 +30,37 @@ INLINE __m512 counting(void)
 
 INLINE __m512i rounded_pair(__m512 low, __m512 high) { return (__m512i)_mm512_cvtne2ps_pbh(high, low); }
 
+INLINE __mmask16 first_of_16(uint32_t count) { return (__mmask16)((1u << count) - 1); }
+
 INLINE __m512i words_of(const uint8_t *place) { return _mm512_cvtepu8_epi16(_mm256_loadu_si256((const __m256i *)place)); }
 
 INLINE __m256i bytes_at(const uint8_t *place) { return _mm256_loadu_si256((const __m256i *)place); }
 
 /* ---- groups ---- */
 
-/* 32 values, two in a byte. A word's lowest five bits are what is looked up: as `table` has its 16 numbers twice, the fifth one,
- * which is another value's, does not matter. */
-INLINE void put_nibbles(const uint8_t *values, __m512i table, uint16_t *out)
+/* Numbers from `place` on, up to 16, in float32; `are` is one of NUMBERS_FLOAT32 to NUMBERS_INT16. */
+INLINE __m512 numbers_at(int64_t numbers, int64_t are, int64_t first, __mmask16 some)
+{
+    const char *place = (const char *)numbers;
+    const __m128i bytes = _mm_maskz_loadu_epi8(are == NUMBERS_UINT8 || are == NUMBERS_INT8 ? some : 0, place + first);
+    switch (are) {
+    case NUMBERS_FLOAT32: return _mm512_maskz_loadu_ps(some, place + first * 4);
+    case NUMBERS_FLOAT16: return _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(some, place + first * 2));
+    case NUMBERS_BFLOAT16:
+        return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(some, place + first * 2)), 16));
+    case NUMBERS_UINT8: return _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(bytes));
+    case NUMBERS_INT8: return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes));
+    default: return _mm512_cvtepi32_ps(_mm512_cvtepi16_epi32(_mm256_maskz_loadu_epi16(some, place + first * 2)));
+    }
+}
+
+/* 32 values, two in a byte: the second half of the table's numbers is looked up for `upper`. */
+INLINE void put_nibbles(const uint8_t *values, __m512i table, int upper, uint16_t *out)
 {
     const __m512i bytes = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)values));
-    const __m512i words = _mm512_or_si512(bytes, _mm512_slli_epi32(bytes, 12));
+    const __m512i others = _mm512_slli_epi32(bytes, 12);
+    const __m512i words = upper ? _mm512_ternarylogic_epi32(bytes, others, _mm512_set1_epi16(16), 0xfe)  /* a | b | c */
+                                : _mm512_ternarylogic_epi32(bytes, others, _mm512_set1_epi16(15), 0xa8); /* (a | b) & c */
     _mm512_storeu_si512(out, _mm512_permutexvar_epi16(words, table));
 }
 
@@ -57,121 +80,133 @@ INLINE __m512i float16_of_float8(const uint8_t *values)
     return _mm512_mask_mov_epi16(_mm512_or_si512(sign, _mm512_slli_epi16(below, 7)), none, _mm512_set1_epi16(0x7e00));
 }
 
-/* Numbers of neighbours of a group; `zero` may be NULL. */
-INLINE void put_group(const uint8_t *values, int kind, __m512 scale, const __m512 *zero, int count, uint16_t *out)
+/* 32 numbers of a byte each, less `zero` where `has_zero`; a scale of e4m3 is 256 times as large. */
+INLINE void put_bytes(const uint8_t *values, int kind, float scale, int has_zero, float zero, uint16_t *out)
 {
-    if (kind == VALUES_NIBBLES) {
-        const __m512 all = _mm512_mul_ps(zero ? _mm512_sub_ps(counting(), *zero) : counting(), scale);
-        const __m512i table = rounded_pair(all, all);
+    __m512 low, high;
+    if (kind == VALUES_FLOAT8) {
+        const __m512i small = float16_of_float8(values);
+        low = _mm512_cvtph_ps(_mm512_castsi512_si256(small)), high = _mm512_cvtph_ps(_mm512_extracti64x4_epi64(small, 1));
+    } else
+        low = floats_of(values, kind), high = floats_of(values + 16, kind);
+    if (has_zero)
+        low = _mm512_sub_ps(low, _mm512_set1_ps(zero)), high = _mm512_sub_ps(high, _mm512_set1_ps(zero));
+    const __m512 factor = _mm512_set1_ps(scale);
+    _mm512_storeu_si512(out, rounded_pair(_mm512_mul_ps(low, factor), _mm512_mul_ps(high, factor)));
+}
+
+/* The 16 numbers that four bits stand for. */
+INLINE __m512 all_of(float scale, int has_zero, float zero)
+{
+    const __m512 values = has_zero ? _mm512_sub_ps(counting(), _mm512_set1_ps(zero)) : counting();
+    return _mm512_mul_ps(values, _mm512_set1_ps(scale));
+}
+
+#define PART 256    /* inputs of a row that are made at a time */
+#define TOGETHER 16 /* parts whose scales are made first: what is written and read again at once makes the processor wait */
+
+/* The same part of rows, or parts of a row, one behind another. */
+typedef struct {
+    const Quantised *matrix;
+    int64_t r, first, inputs, count; /* the first one's row, its first input and how many it has; how many parts there are */
+    int64_t rows_apart, inputs_apart;
+    uint16_t *out;
+    int64_t out_apart;
+} Parts;
+
+INLINE const uint8_t *row_of_part(const Parts *parts, int64_t i)
+{
+    return row_of(parts->matrix, parts->r + i * parts->rows_apart);
+}
+
+/* `run` numbers with the same scale, a multiple of 32. */
+INLINE void put_run(const uint8_t *values, int kind, int run, __m512i table, int upper, float scale, int has_zero, float zero,
+                    uint16_t *out)
+{
 #pragma GCC unroll 4
-        for (int i = 0; i < count; i += AT_ONCE)
-            put_nibbles(values + i / 2, table, out + i);
-        return;
-    }
-    const __m512 scale_times_256 = _mm512_mul_ps(scale, _mm512_set1_ps(256.0f));
-#pragma GCC unroll 4
-    for (int i = 0; i < count; i += AT_ONCE) {
-        __m512 low, high;
-        if (kind == VALUES_FLOAT8) {
-            const __m512i small = float16_of_float8(values + i);
-            low = _mm512_mul_ps(_mm512_cvtph_ps(_mm512_castsi512_si256(small)), scale_times_256);
-            high = _mm512_mul_ps(_mm512_cvtph_ps(_mm512_extracti64x4_epi64(small, 1)), scale_times_256);
-        } else {
-            low = floats_of(values + i, kind), high = floats_of(values + i + 16, kind);
-            low = _mm512_mul_ps(zero ? _mm512_sub_ps(low, *zero) : low, scale);
-            high = _mm512_mul_ps(zero ? _mm512_sub_ps(high, *zero) : high, scale);
+    for (int i = 0; i < run; i += AT_ONCE)
+        if (kind == VALUES_NIBBLES)
+            put_nibbles(values + i / 2, table, upper, out + i);
+        else
+            put_bytes(values + i, kind, scale, has_zero, zero, out + i);
+}
+
+/* Numbers of parts whose groups have multiples of `run` inputs, and begin at the same places of each part. */
+INLINE void put_groups(const Parts *parts, int kind, int run, int has_zero)
+{
+    float scales[TOGETHER][16] __attribute__((aligned(64))), zeros[TOGETHER][16] __attribute__((aligned(64)));
+    int32_t group_of_run[16] __attribute__((aligned(64))) = {0};
+    const Quantised *matrix = parts->matrix;
+    const uint32_t size = (uint32_t)matrix->group_size;
+    const int64_t bytes = kind == VALUES_NIBBLES ? run / 2 : run;
+    uint32_t groups = 1, left = size - (uint32_t)parts->first % size;
+    for (int64_t i = 0; i < parts->inputs; i += run, left -= run) {
+        if (left == 0) {
+            left = size;
+            groups++;
         }
-        _mm512_storeu_si512(out + i, rounded_pair(low, high));
+        group_of_run[i / run] = (int32_t)groups - 1;
     }
-}
-
-/* Number `i` of `numbers`, in all lanes; `are` is one of NUMBERS_FLOAT32 to NUMBERS_INT16. */
-INLINE __m512 number_at(int64_t numbers, int are, int64_t i)
-{
-    const void *place = (const void *)numbers;
-    switch (are) {
-    case NUMBERS_FLOAT32: return _mm512_set1_ps(((const float *)place)[i]);
-    case NUMBERS_FLOAT16: return _mm512_cvtph_ps(_mm256_set1_epi16(((const int16_t *)place)[i]));
-    case NUMBERS_BFLOAT16: return _mm512_castsi512_ps(_mm512_set1_epi32((int)((uint32_t)((const uint16_t *)place)[i] << 16)));
-    case NUMBERS_UINT8: return _mm512_cvtepi32_ps(_mm512_set1_epi32(((const uint8_t *)place)[i]));
-    case NUMBERS_INT8: return _mm512_cvtepi32_ps(_mm512_set1_epi32(((const int8_t *)place)[i]));
-    default: return _mm512_cvtepi32_ps(_mm512_set1_epi32(((const int16_t *)place)[i]));
-    }
-}
-
-#define NO_ZEROS -1 /* in the place of a kind of numbers: nothing is subtracted, or */
-#define ONE_ZERO -2 /* the same everywhere */
-
-/* Numbers of row `r`, `run` at a time, of which groups have multiples. */
-INLINE void put_groups(const Quantised *matrix, int64_t r, int kind, int run, int scales_are, int zeros_are, int64_t first,
-                       int64_t stop, uint16_t *out)
-{
-    const int64_t scales = matrix->scales, zeros = matrix->zeros;
-    const uint32_t runs = (uint32_t)matrix->group_size / run, done = (uint32_t)first / run;
-    int64_t group = r * matrix->groups + done / runs;
-    uint32_t left = runs - done % runs;
-    const uint8_t *values = row_of(matrix, r) + (kind == VALUES_NIBBLES ? first / 2 : first);
-    __m512 zero = _mm512_set1_ps((float)matrix->zero);
-    for (int64_t i = first; i < stop; i += run, out += run, values += kind == VALUES_NIBBLES ? run / 2 : run) {
-        if (zeros_are >= 0)
-            zero = number_at(zeros, zeros_are, group);
-        put_group(values, kind, number_at(scales, scales_are, group), zeros_are == NO_ZEROS ? NULL : &zero, run, out);
-        if (--left == 0) {
-            left = runs;
-            group++;
+    const __mmask16 some = first_of_16(groups);
+    const __m512i which = _mm512_load_si512(group_of_run);
+    for (int64_t o = 0; o < parts->count; o++) {
+        const int64_t first = (uint32_t)(parts->first + o * parts->inputs_apart) / size;
+        const int64_t group = (parts->r + o * parts->rows_apart) * matrix->groups + first;
+        const __m512 scale = _mm512_permutexvar_ps(which, numbers_at(matrix->scales, matrix->scales_are, group, some));
+        _mm512_store_ps(scales[o], kind == VALUES_FLOAT8 ? _mm512_mul_ps(scale, _mm512_set1_ps(256.0f)) : scale);
+        if (has_zero) {
+            const __m512 one = _mm512_set1_ps((float)matrix->zero);
+            const __m512 zero = matrix->zeros ? numbers_at(matrix->zeros, matrix->zeros_are, group, some) : one;
+            _mm512_store_ps(zeros[o], _mm512_permutexvar_ps(which, zero));
         }
     }
-}
-
-/* The same, compiled apart for what is usual: to ask for each group of what kind its scale is took a seventh of the time. */
-INLINE void put_usual(const Quantised *matrix, int64_t r, int kind, int run, int64_t first, int64_t stop, uint16_t *out)
-{
-    const int scales = (int)matrix->scales_are, one = matrix->zero ? ONE_ZERO : NO_ZEROS;
-    const int zeros = matrix->zeros ? (int)matrix->zeros_are : one;
-    if (scales == NUMBERS_FLOAT16 && zeros == NUMBERS_UINT8 && kind <= VALUES_UINT8)
-        put_groups(matrix, r, kind, run, NUMBERS_FLOAT16, NUMBERS_UINT8, first, stop, out);
-    else if (scales == NUMBERS_FLOAT16 && zeros == ONE_ZERO && kind == VALUES_NIBBLES)
-        put_groups(matrix, r, kind, run, NUMBERS_FLOAT16, ONE_ZERO, first, stop, out);
-    else if (scales == NUMBERS_FLOAT16 && zeros == NO_ZEROS && kind == VALUES_INT8)
-        put_groups(matrix, r, kind, run, NUMBERS_FLOAT16, NO_ZEROS, first, stop, out);
-    else if (scales == NUMBERS_FLOAT32 && zeros == NO_ZEROS && kind == VALUES_FLOAT8)
-        put_groups(matrix, r, kind, run, NUMBERS_FLOAT32, NO_ZEROS, first, stop, out);
-    else
-        put_groups(matrix, r, kind, run, scales, zeros, first, stop, out);
+    IN_MEMORY(scales);
+    if (has_zero)
+        IN_MEMORY(zeros);
+    for (int64_t o = 0; o < parts->count; o++) {
+        const uint8_t *values = row_of_part(parts, o) + (parts->first + o * parts->inputs_apart) / run * bytes;
+        const float *scale = scales[o], *zero = has_zero ? zeros[o] : scales[o];
+        uint16_t *out = parts->out + o * parts->out_apart;
+        for (int64_t i = 0; i < parts->inputs; i += 2 * run, values += 2 * bytes, scale += 2, zero += 2) {
+            __m512i table = _mm512_setzero_si512();
+            if (kind == VALUES_NIBBLES)
+                table = rounded_pair(all_of(scale[0], has_zero, zero[0]), all_of(scale[1], has_zero, zero[1]));
+            put_run(values, kind, run, table, 0, scale[0], has_zero, zero[0], out + i);
+            if (i + run < parts->inputs)
+                put_run(values + bytes, kind, run, table, 1, scale[1], has_zero, zero[1], out + i + run);
+        }
+    }
 }
 
 /* ---- blocks ---- */
 
-/* The scales (lanes 0 to 7) and least numbers of a block of Q4_K or Q5_K. */
+/* The scales (lanes 0 to 7) and least numbers of a block of Q4_K or Q5_K. The first four of each have six bits in a byte; of the
+ * others the lower four bits are in half a byte, the upper two above those of one of the first. */
 INLINE __m512 scales_and_least(const uint8_t *held)
 {
-    uint64_t low;
-    uint32_t high;
-    memcpy(&low, held + 4, 8);   /* of scales, of least numbers, the lower six bits of four each */
-    memcpy(&high, held + 12, 4); /* the lower four bits of the other four of each */
-    const uint64_t of_scales = (low & 0x3f3f3f3f) | (uint64_t)((high & 0x0f0f0f0f) | (low >> 2 & 0x30303030)) << 32;
-    const uint64_t above = low >> 32;
-    const uint64_t of_least = (above & 0x3f3f3f3f) | (uint64_t)((high >> 4 & 0x0f0f0f0f) | (above >> 2 & 0x30303030)) << 32;
-    const __m512 whole = _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_set_epi64x((int64_t)of_least, (int64_t)of_scales)));
-    uint32_t both;
-    memcpy(&both, held, 4);
-    const __m128 of_all = _mm_cvtph_ps(_mm_cvtsi32_si128((int)both));
-    const __m512i which = _mm512_setr_epi32(0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1);
-    return _mm512_mul_ps(whole, _mm512_permutexvar_ps(which, _mm512_castps128_ps512(of_all)));
+    const __m512i bytes = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)held));
+    const __m512i which = _mm512_setr_epi32(0x0404, 0x0505, 0x0606, 0x0707, 0x040c, 0x050d, 0x060e, 0x070f, 0x0808, 0x0909, 0x0a0a,
+                                            0x0b0b, 0x080c, 0x090d, 0x0a0e, 0x0b0f);
+    const __m512i both = _mm512_shuffle_epi8(bytes, which), upper = _mm512_srli_epi32(both, 10);
+    const __m512i half = _mm512_setr_epi32(0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 4, 4, 4, 4);
+    const __m512i of_lower = _mm512_setr_epi32(63, 63, 63, 63, 15, 15, 15, 15, 63, 63, 63, 63, 15, 15, 15, 15);
+    const __m512i of_upper = _mm512_setr_epi32(0, 0, 0, 0, 48, 48, 48, 48, 0, 0, 0, 0, 48, 48, 48, 48);
+    const __m512i lower = _mm512_and_si512(_mm512_srlv_epi32(both, half), of_lower);
+    const __m512 whole = _mm512_cvtepi32_ps(_mm512_ternarylogic_epi32(lower, upper, of_upper, 0xf8)); /* a | b & c */
+    const __m128 of_all = _mm_cvtph_ps(_mm_loadl_epi64((const __m128i *)held));
+    const __m512i each = _mm512_setr_epi32(0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1);
+    return _mm512_mul_ps(whole, _mm512_permutexvar_ps(each, _mm512_castps128_ps512(of_all)));
 }
 
-/* `scale * numbers - least`, each step rounded. */
-INLINE __m512 above_least(__m512 numbers, __m512 scale, __m512 least)
-{
-    return _mm512_sub_ps(_mm512_mul_ps(numbers, scale), least);
-}
+/* `numbers * scale - least`: the product is exact, as numbers have five bits and scales 17, so it is rounded once as it is in
+ * two steps. */
+INLINE __m512 above_least(__m512 numbers, __m512 scale, __m512 least) { return _mm512_fmsub_ps(numbers, scale, least); }
 
-INLINE void put_q4_k(const uint8_t *held, uint16_t *out)
+INLINE void put_q4_k(const uint8_t *held, const float *both, uint16_t *out)
 {
-    float both[16] __attribute__((aligned(64)));
-    _mm512_store_ps(both, scales_and_least(held));
     const __m512 values = counting();
     const __m512i upper = _mm512_set1_epi16(16);
+#pragma GCC unroll 4
     for (int part = 0; part < 8; part += 2) {
         const __m512 even = above_least(values, _mm512_set1_ps(both[part]), _mm512_set1_ps(both[8 + part]));
         const __m512 odd = above_least(values, _mm512_set1_ps(both[part + 1]), _mm512_set1_ps(both[9 + part]));
@@ -190,10 +225,8 @@ INLINE void put_fives(__m512i words, __m512 scale, int zero, const __m512 *least
     _mm512_storeu_si512(out, _mm512_permutexvar_epi16(words, rounded_pair(a, b)));
 }
 
-INLINE void put_q5_k(const uint8_t *held, uint16_t *out)
+INLINE void put_q5_k(const uint8_t *held, const float *both, uint16_t *out)
 {
-    float both[16] __attribute__((aligned(64)));
-    _mm512_store_ps(both, scales_and_least(held));
     const __m512i fifth = _mm512_slli_epi16(words_of(held + 16), 4), nibble = _mm512_set1_epi16(15), bit = _mm512_set1_epi16(16);
     for (int part = 0; part < 8; part++) {
         __m512i words = words_of(held + 48 + part / 2 * 32);
@@ -204,34 +237,33 @@ INLINE void put_q5_k(const uint8_t *held, uint16_t *out)
     }
 }
 
-/* 32 numbers of values that have six bits, 16 with each scale. */
-INLINE void put_sixes(__m256i values, const float *scales, uint16_t *out)
+INLINE __m512 scales_of_q6_k(const uint8_t *held)
 {
-    const __m256i centred = _mm256_sub_epi8(values, _mm256_set1_epi8(32));
-    const __m512 low = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm256_castsi256_si128(centred)));
-    const __m512 high = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm256_extracti128_si256(centred, 1)));
-    const __m512 a = _mm512_mul_ps(low, _mm512_set1_ps(scales[0])), b = _mm512_mul_ps(high, _mm512_set1_ps(scales[1]));
-    _mm512_storeu_si512(out, rounded_pair(a, b));
+    uint16_t bits;
+    memcpy(&bits, held + 208, 2);
+    const __m512 whole = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)(held + 192))));
+    return _mm512_mul_ps(whole, _mm512_broadcastss_ps(_mm_cvtph_ps(_mm_cvtsi32_si128(bits))));
 }
 
-INLINE void put_q6_k(const uint8_t *held, uint16_t *out)
+/* 16 numbers of values that have six bits. */
+#define SIXES(values, i, scale) _mm512_mul_ps(_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm512_extracti32x4_epi32(values, i))), _mm512_set1_ps(scale))
+
+INLINE void put_q6_k(const uint8_t *held, const float *scales, uint16_t *out)
 {
-    float scales[16] __attribute__((aligned(64)));
-    const __m512 whole = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)(held + 192))));
-    _mm512_store_ps(scales, _mm512_mul_ps(whole, _mm512_set1_ps(float16_at(held + 208))));
-    const __m256i nibble = _mm256_set1_epi8(15), above = _mm256_set1_epi8(48);
-    for (int half = 0; half < 2; half++, held += 64, out += 128) {
-        const __m256i one = bytes_at(held), two = bytes_at(held + 32);
-        const __m256i high = bytes_at(held - half * 32 + 128);
-        const __m256i values[4] = {
-            _mm256_or_si256(_mm256_and_si256(one, nibble), _mm256_and_si256(_mm256_slli_epi16(high, 4), above)),
-            _mm256_or_si256(_mm256_and_si256(two, nibble), _mm256_and_si256(_mm256_slli_epi16(high, 2), above)),
-            _mm256_or_si256(_mm256_and_si256(_mm256_srli_epi16(one, 4), nibble), _mm256_and_si256(high, above)),
-            _mm256_or_si256(_mm256_and_si256(_mm256_srli_epi16(two, 4), nibble),
-                            _mm256_and_si256(_mm256_srli_epi16(high, 2), above)),
-        };
-        for (int part = 0; part < 4; part++)
-            put_sixes(values[part], scales + half * 8 + part * 2, out + part * 32);
+    const __m512i nibble = _mm512_set1_epi8(15), above = _mm512_set1_epi8(48), half_of_all = _mm512_set1_epi8(32);
+    const __m512i left = _mm512_inserti64x4(_mm512_set1_epi16(4), _mm256_set1_epi16(2), 1);
+    const __m512i right = _mm512_inserti64x4(_mm512_setzero_si512(), _mm256_set1_epi16(2), 1);
+    for (int half = 0; half < 2; half++, held += 64, out += 128, scales += 8) {
+        const __m512i both = _mm512_loadu_si512(held);
+        const __m512i high = _mm512_broadcast_i64x4(bytes_at(held - half * 32 + 128));
+        const __m512i low = _mm512_and_si512(both, nibble), later = _mm512_and_si512(_mm512_srli_epi16(both, 4), nibble);
+        /* a | b & c */
+        const __m512i first = _mm512_sub_epi8(_mm512_ternarylogic_epi32(low, _mm512_sllv_epi16(high, left), above, 0xf8), half_of_all);
+        const __m512i second = _mm512_sub_epi8(_mm512_ternarylogic_epi32(later, _mm512_srlv_epi16(high, right), above, 0xf8), half_of_all);
+        _mm512_storeu_si512(out, rounded_pair(SIXES(first, 0, scales[0]), SIXES(first, 1, scales[1])));
+        _mm512_storeu_si512(out + 32, rounded_pair(SIXES(first, 2, scales[2]), SIXES(first, 3, scales[3])));
+        _mm512_storeu_si512(out + 64, rounded_pair(SIXES(second, 0, scales[4]), SIXES(second, 1, scales[5])));
+        _mm512_storeu_si512(out + 96, rounded_pair(SIXES(second, 2, scales[6]), SIXES(second, 3, scales[7])));
     }
 }
 
@@ -256,29 +288,70 @@ INLINE void put_block_of_32(const uint8_t *held, int form, uint16_t *out)
     put_fives(words, scale, form == BLOCKS_Q5_0 ? 16 : 0, form == BLOCKS_Q5_0 ? NULL : &least, out);
 }
 
-INLINE void put_blocks(const uint8_t *held, int form, int64_t count, uint16_t *out)
+/* Numbers of parts, each of which is a block of Q4_K, Q5_K or Q6_K. */
+INLINE void put_large_blocks(const Parts *parts, int form)
 {
-    const int inputs = inputs_of_block(form);
-    for (int64_t i = 0; i < count; i += inputs, held += bytes_of_block(form), out += inputs)
+    float scales[TOGETHER][16] __attribute__((aligned(64)));
+    const uint8_t *held[TOGETHER];
+    for (int64_t o = 0; o < parts->count; o++) {
+        held[o] = row_of_part(parts, o) + (parts->first + o * parts->inputs_apart) / PART * bytes_of_block(form);
+        _mm512_store_ps(scales[o], form == BLOCKS_Q6_K ? scales_of_q6_k(held[o]) : scales_and_least(held[o]));
+    }
+    IN_MEMORY(scales);
+    for (int64_t o = 0; o < parts->count; o++)
         switch (form) {
-        case BLOCKS_Q4_K: put_q4_k(held, out); break;
-        case BLOCKS_Q5_K: put_q5_k(held, out); break;
-        case BLOCKS_Q6_K: put_q6_k(held, out); break;
-        default: put_block_of_32(held, form, out);
+        case BLOCKS_Q4_K: put_q4_k(held[o], scales[o], parts->out + o * parts->out_apart); break;
+        case BLOCKS_Q5_K: put_q5_k(held[o], scales[o], parts->out + o * parts->out_apart); break;
+        default: put_q6_k(held[o], scales[o], parts->out + o * parts->out_apart);
         }
 }
+
+/* Numbers of parts that consist of blocks of 32. */
+INLINE void put_small_blocks(const Parts *parts, int form)
+{
+    for (int64_t o = 0; o < parts->count; o++) {
+        const uint8_t *held = row_of_part(parts, o) + (parts->first + o * parts->inputs_apart) / 32 * bytes_of_block(form);
+        for (int64_t i = 0; i < parts->inputs; i += 32, held += bytes_of_block(form))
+            put_block_of_32(held, form, parts->out + o * parts->out_apart + i);
+    }
+}
+
+INLINE void put_parts(const Parts *parts, int kind)
+{
+    const Quantised *matrix = parts->matrix;
+    const int is_wide = matrix->group_size % 128 == 0 && parts->inputs % 128 == 0, has_zero = matrix->zeros || matrix->zero;
+    if (kind >= BLOCKS && inputs_of_block(kind - BLOCKS) == PART)
+        put_large_blocks(parts, kind - BLOCKS);
+    else if (kind >= BLOCKS)
+        put_small_blocks(parts, kind - BLOCKS);
+    else if (is_wide && has_zero)
+        put_groups(parts, kind, 128, 1);
+    else if (is_wide)
+        put_groups(parts, kind, 128, 0);
+    else if (has_zero)
+        put_groups(parts, kind, 32, 1);
+    else
+        put_groups(parts, kind, 32, 0);
+}
+
+INLINE int64_t least_of(int64_t a, int64_t b) { return a < b ? a : b; }
 
 INLINE void put_rows(const Quantised *matrix, int kind, int64_t r, int64_t rows, int64_t first, int64_t count, uint16_t *out,
                      int64_t stride)
 {
-    const int form = kind - BLOCKS, of_block = inputs_of_block(form);
-    for (; rows > 0; rows--, r++, out += stride)
-        if (kind >= BLOCKS)
-            put_blocks(row_of(matrix, r) + first / of_block * bytes_of_block(form), form, count, out);
-        else if (matrix->group_size % (4 * AT_ONCE) == 0 && count % (4 * AT_ONCE) == 0)
-            put_usual(matrix, r, kind, 4 * AT_ONCE, first, first + count, out);
-        else
-            put_usual(matrix, r, kind, AT_ONCE, first, first + count, out);
+    const int is_alike = kind >= BLOCKS || PART % matrix->group_size == 0 || matrix->group_size % PART == 0;
+    if (rows == 1 && is_alike) /* whole parts of a row together */
+        for (int64_t whole; (whole = least_of(count / PART, TOGETHER)) > 0; first += whole * PART, count -= whole * PART) {
+            const Parts parts = {matrix, r, first, PART, whole, 0, PART, out, PART};
+            put_parts(&parts, kind);
+            out += whole * PART;
+        }
+    for (int64_t i = 0; i < count; i += PART)
+        for (int64_t o = 0; o < rows; o += TOGETHER) {
+            const int64_t inputs = least_of(count - i, PART), some = least_of(rows - o, TOGETHER);
+            const Parts parts = {matrix, r + o, first + i, inputs, some, 1, 0, out + o * stride + i, stride};
+            put_parts(&parts, kind);
+        }
 }
 
 int triforce_expand_bfloat16(const Quantised *matrix, int64_t r, int64_t rows, int64_t first, int64_t count, uint16_t *out,

@@ -84,64 +84,56 @@ AMX_INLINE void amx_products(
 #define HELD_INPUTS 256                     /* whose numbers are made at a time */
 #define HELD_STRIDE (HELD_INPUTS + PAIRED) /* so that rows are not all in the same sets of the first cache */
 
-/* Makes the numbers of two rows from `r` on for inputs from `start` on: those of the last row where there are no more. */
+/* Makes the numbers of 16 rows from `r` on, or of as many as there are, for inputs from `start` on. */
 AMX_INLINE void amx_make_numbers(const Quantised *held, int64_t r, int64_t start, bf16 *numbers)
 {
     const int64_t count = held->inputs - start < HELD_INPUTS ? held->inputs - start : HELD_INPUTS;
-    if (r < held->outputs - 1 && triforce_expand_bfloat16(held, r, 2, start, count, numbers, HELD_STRIDE))
-        return;
-    for (int64_t o = 0; o < 2; o++, numbers += HELD_STRIDE) {
-        triforce_expand_part(held, r + o < held->outputs ? r + o : held->outputs - 1, start, count, numbers, 1, LEVEL_AMX);
+    const int64_t rows = held->outputs - r < SIDE ? held->outputs - r : SIDE;
+    const int at_once = triforce_expand_bfloat16(held, r, rows, start, count, numbers, HELD_STRIDE);
+    for (int64_t o = 0; !at_once && o < rows; o++, numbers += HELD_STRIDE) {
+        triforce_expand_part(held, r + o, start, count, numbers, 1, LEVEL_AMX);
         if (count % PAIRED)
             memset(numbers + count, 0, (PAIRED - count % PAIRED) * 2);
     }
 }
 
-/* Prefetches part `part` of two rows from `r` on. Each row has `parts`; where it has no such part, the first ones of the rows that
- * are multiplied next. */
-AMX_INLINE void amx_fetch_part(const Quantised *held, int64_t r, int64_t part, int64_t parts)
+/* Prefetches part `part`, of `bytes`, of 16 rows from `r` on. Each row has `parts`; where it has no such part, the first ones of
+ * the rows that are multiplied next. */
+AMX_INLINE void amx_fetch_part(const Quantised *held, int64_t r, int64_t part, int64_t parts, int64_t bytes)
 {
-    const int64_t bytes = HELD_INPUTS * held->row_bytes / held->inputs;
     for (; part >= parts; part -= parts)
         r += AMX_OUTPUTS;
-    if (r < held->outputs)
-        for (int64_t o = 0; o < 2; o++)
-            fetch(row_of(held, r + o) + part * bytes, bytes);
+    for (int64_t o = r; o < r + SIDE && o < held->outputs; o++)
+        fetch(row_of(held, o) + part * bytes, bytes);
 }
 
-/* `amx_products` with 32 outputs from `first` on of a matrix that is held in few bits: 16 outputs' numbers are made while those
- * made before are multiplied, which keeps both units of the processor at work. */
+/* `amx_products` with 32 outputs from `first` on of a matrix that is held in few bits. Numbers of 16 outputs are made and multiplied
+ * in turns: where the unit that multiplies has waited for half a microsecond, it takes three times as long. */
 AMX_INLINE void amx_held_products(
     const int rows, const Quantised *held, int64_t first, const float *x, int width, int64_t tiles, float *sums)
 {
-    bf16 numbers[2][SIDE * HELD_STRIDE] __attribute__((aligned(64)));
-    const int64_t tile_words = SIDE * width;
-    const int64_t parts = (held->inputs + HELD_INPUTS - 1) / HELD_INPUTS, of_part = HELD_INPUTS / PAIRED;
+    bf16 numbers[SIDE * HELD_STRIDE] __attribute__((aligned(64)));
+    const int64_t tile_words = SIDE * width, of_part = HELD_INPUTS / PAIRED;
+    const int64_t parts = (held->inputs + HELD_INPUTS - 1) / HELD_INPUTS, bytes = HELD_INPUTS * held->row_bytes / held->inputs;
     amx_zero_sums();
-    for (int64_t made = 0; made <= 2 * parts; made++) {
-        const int64_t r = first + made % 2 * SIDE, start = made / 2 * HELD_INPUTS;
-        const bf16 *before = numbers[(made + 1) % 2];
-        for (int64_t i = 0; i < of_part; i++) {
-            if (made < 2 * parts) {
-                amx_fetch_part(held, r + i * 2, made / 2 + 2, parts);
-                amx_make_numbers(held, r + i * 2, start, numbers[made % 2] + i * 2 * HELD_STRIDE);
-            }
-            const int64_t tile = (made - 1) / 2 * of_part + i;
-            if (!made || tile >= tiles)
-                continue;
-            AMX_WRITTEN;
-            _tile_loadd(4, before + i * PAIRED, HELD_STRIDE * 2);
+    for (int64_t made = 0; made < 2 * parts; made++) {
+        const int64_t part = made / 2, r = first + made % 2 * SIDE;
+        amx_fetch_part(held, r, part + 2, parts, bytes);
+        amx_make_numbers(held, r, part * HELD_INPUTS, numbers);
+        AMX_WRITTEN;
+        for (int64_t i = 0, tile = part * of_part; i < of_part && tile < tiles; i++, tile++) {
+            _tile_loadd(4, numbers + i * PAIRED, HELD_STRIDE * 2);
             _tile_loadd(6, x + tile * tile_words, width * 4);
             if (rows > SIDE)
                 _tile_loadd(7, x + (tiles + tile) * tile_words, width * 4);
             if (made % 2) {
-                _tile_dpbf16ps(0, 4, 6);
-                if (rows > SIDE)
-                    _tile_dpbf16ps(1, 4, 7);
-            } else {
                 _tile_dpbf16ps(2, 4, 6);
                 if (rows > SIDE)
                     _tile_dpbf16ps(3, 4, 7);
+            } else {
+                _tile_dpbf16ps(0, 4, 6);
+                if (rows > SIDE)
+                    _tile_dpbf16ps(1, 4, 7);
             }
         }
     }
@@ -155,7 +147,7 @@ AMX void amx_held_sums(const Quantised *held, int64_t first, const float *x, int
     const int64_t of_start = HELD_INPUTS / PAIRED;
     memset(sums, 0, (n + AMX_OUTPUTS - 1) / AMX_OUTPUTS * AMX_OUTPUTS * AMX_OUTPUTS * 4);
     for (int64_t start = 0; start < held->inputs; start += HELD_INPUTS) {
-        for (int64_t o = 0; o < AMX_OUTPUTS; o += 2)
+        for (int64_t o = 0; o < AMX_OUTPUTS; o += SIDE)
             amx_make_numbers(held, first + o, start, numbers + o * HELD_STRIDE);
         AMX_WRITTEN;
         for (int64_t r0 = 0; r0 < n; r0 += AMX_OUTPUTS) {
@@ -190,9 +182,9 @@ AMX void amx_linear_part(
     const int width = amx_width(n);
     float sums[AMX_OUTPUTS * AMX_OUTPUTS] __attribute__((aligned(64)));
     const int64_t parts = (inputs + HELD_INPUTS - 1) / HELD_INPUTS;
-    for (int64_t o = first; w->held && o < first + AMX_OUTPUTS && o < stop; o += 2) /* nothing before has fetched these */
+    for (int64_t o = first; w->held && o < first + AMX_OUTPUTS && o < stop; o += SIDE) /* nothing before has fetched these */
         for (int64_t i = 0; i < 2 && i < parts; i++)
-            amx_fetch_part(w->held, o, i, parts);
+            amx_fetch_part(w->held, o, i, parts, HELD_INPUTS * w->held->row_bytes / w->held->inputs);
     for (int64_t o = first; o < stop; o += AMX_OUTPUTS) {
         const int64_t count = stop - o < AMX_OUTPUTS ? stop - o : AMX_OUTPUTS;
         const bf16 *matrix = (const bf16 *)w->numbers + o * inputs;
