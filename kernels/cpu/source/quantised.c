@@ -142,7 +142,7 @@ void triforce_expand_part(const Quantised *matrix, int64_t r, int64_t first, int
 {
     const Part part = {matrix, r, first, first + count, row_of(matrix, r), out};
 #ifdef HAS_AVX2
-    if (is_bf16 && level >= LEVEL_AVX512BF16 && triforce_expand_bfloat16(matrix, r, 1, first, count, out, 0))
+    if (is_bf16 && level >= LEVEL_AVX512BF16 && triforce_expand_bfloat16(matrix, r, 1, first, count, out, 0, 0))
         return;
 #endif
     if (matrix->kind >= BLOCKS) {

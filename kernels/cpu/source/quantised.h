@@ -5,6 +5,8 @@
 
 #include "cpu.h"
 
+INLINE int64_t least_of(int64_t a, int64_t b) { return a < b ? a : b; }
+
 /* The bytes of row `r`. */
 INLINE const uint8_t *row_of(const Quantised *matrix, int64_t r)
 {
@@ -69,10 +71,11 @@ void triforce_expand_part(const Quantised *matrix, int64_t r, int64_t first, int
 /* The same of a matrix of blocks. */
 void triforce_expand_blocks(const Quantised *matrix, int64_t r, int64_t first, int64_t count, void *out, int is_bf16, int level);
 
-/* The same of `rows` rows from `r` on, rounded to bfloat16, to rows of `out` that are `stride` apart. Needs LEVEL_AVX512BF16.
- * Returns 0, having written nothing, for groups that it does not know. */
+/* The same of `rows` rows from `r` on, rounded to bfloat16, to rows of `out` that are `stride` apart. Meanwhile it prefetches what
+ * lies `ahead` bytes behind each row's numbers (0: nothing): a line now and then, as the processor waits where many are asked for at
+ * once. Needs LEVEL_AVX512BF16. Returns 0, having written nothing, for groups that it does not know. */
 int triforce_expand_bfloat16(const Quantised *matrix, int64_t r, int64_t rows, int64_t first, int64_t count, uint16_t *out,
-                             int64_t stride);
+                             int64_t stride, int64_t ahead);
 
 #define MOST_ROWS_OF_BLOCKS 4
 

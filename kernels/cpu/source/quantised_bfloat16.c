@@ -112,11 +112,19 @@ typedef struct {
     int64_t rows_apart, inputs_apart;
     uint16_t *out;
     int64_t out_apart;
+    int64_t ahead; /* bytes from a part to what is prefetched while it is made; 0: nothing is */
 } Parts;
 
 INLINE const uint8_t *row_of_part(const Parts *parts, int64_t i)
 {
     return row_of(parts->matrix, parts->r + i * parts->rows_apart);
+}
+
+/* Prefetches what lies ahead of a part of so many bytes. */
+INLINE void fetch_ahead(const Parts *parts, const uint8_t *part, int64_t bytes)
+{
+    for (int64_t i = 0; parts->ahead && i < bytes; i += 64)
+        __builtin_prefetch(part + parts->ahead + i, 0, 2);
 }
 
 /* `run` numbers with the same scale, a multiple of 32. */
@@ -165,6 +173,7 @@ INLINE void put_groups(const Parts *parts, int kind, int run, int has_zero)
         IN_MEMORY(zeros);
     for (int64_t o = 0; o < parts->count; o++) {
         const uint8_t *values = row_of_part(parts, o) + (parts->first + o * parts->inputs_apart) / run * bytes;
+        fetch_ahead(parts, values, parts->inputs / run * bytes);
         const float *scale = scales[o], *zero = has_zero ? zeros[o] : scales[o];
         uint16_t *out = parts->out + o * parts->out_apart;
         for (int64_t i = 0; i < parts->inputs; i += 2 * run, values += 2 * bytes, scale += 2, zero += 2) {
@@ -298,12 +307,14 @@ INLINE void put_large_blocks(const Parts *parts, int form)
         _mm512_store_ps(scales[o], form == BLOCKS_Q6_K ? scales_of_q6_k(held[o]) : scales_and_least(held[o]));
     }
     IN_MEMORY(scales);
-    for (int64_t o = 0; o < parts->count; o++)
+    for (int64_t o = 0; o < parts->count; o++) {
+        fetch_ahead(parts, held[o], bytes_of_block(form));
         switch (form) {
         case BLOCKS_Q4_K: put_q4_k(held[o], scales[o], parts->out + o * parts->out_apart); break;
         case BLOCKS_Q5_K: put_q5_k(held[o], scales[o], parts->out + o * parts->out_apart); break;
         default: put_q6_k(held[o], scales[o], parts->out + o * parts->out_apart);
         }
+    }
 }
 
 /* Numbers of parts that consist of blocks of 32. */
@@ -311,6 +322,7 @@ INLINE void put_small_blocks(const Parts *parts, int form)
 {
     for (int64_t o = 0; o < parts->count; o++) {
         const uint8_t *held = row_of_part(parts, o) + (parts->first + o * parts->inputs_apart) / 32 * bytes_of_block(form);
+        fetch_ahead(parts, held, parts->inputs / 32 * bytes_of_block(form));
         for (int64_t i = 0; i < parts->inputs; i += 32, held += bytes_of_block(form))
             put_block_of_32(held, form, parts->out + o * parts->out_apart + i);
     }
@@ -334,42 +346,40 @@ INLINE void put_parts(const Parts *parts, int kind)
         put_groups(parts, kind, 32, 0);
 }
 
-INLINE int64_t least_of(int64_t a, int64_t b) { return a < b ? a : b; }
-
 INLINE void put_rows(const Quantised *matrix, int kind, int64_t r, int64_t rows, int64_t first, int64_t count, uint16_t *out,
-                     int64_t stride)
+                     int64_t stride, int64_t ahead)
 {
     const int is_alike = kind >= BLOCKS || PART % matrix->group_size == 0 || matrix->group_size % PART == 0;
     if (rows == 1 && is_alike) /* whole parts of a row together */
         for (int64_t whole; (whole = least_of(count / PART, TOGETHER)) > 0; first += whole * PART, count -= whole * PART) {
-            const Parts parts = {matrix, r, first, PART, whole, 0, PART, out, PART};
+            const Parts parts = {matrix, r, first, PART, whole, 0, PART, out, PART, ahead};
             put_parts(&parts, kind);
             out += whole * PART;
         }
     for (int64_t i = 0; i < count; i += PART)
         for (int64_t o = 0; o < rows; o += TOGETHER) {
             const int64_t inputs = least_of(count - i, PART), some = least_of(rows - o, TOGETHER);
-            const Parts parts = {matrix, r + o, first + i, inputs, some, 1, 0, out + o * stride + i, stride};
+            const Parts parts = {matrix, r + o, first + i, inputs, some, 1, 0, out + o * stride + i, stride, ahead};
             put_parts(&parts, kind);
         }
 }
 
 int triforce_expand_bfloat16(const Quantised *matrix, int64_t r, int64_t rows, int64_t first, int64_t count, uint16_t *out,
-                             int64_t stride)
+                             int64_t stride, int64_t ahead)
 {
     if (matrix->kind < BLOCKS && (matrix->group_of || matrix->group_size % AT_ONCE))
         return 0;
     switch (matrix->kind) {
-    case VALUES_NIBBLES: put_rows(matrix, VALUES_NIBBLES, r, rows, first, count, out, stride); break;
-    case VALUES_UINT8: put_rows(matrix, VALUES_UINT8, r, rows, first, count, out, stride); break;
-    case VALUES_INT8: put_rows(matrix, VALUES_INT8, r, rows, first, count, out, stride); break;
-    case VALUES_FLOAT8: put_rows(matrix, VALUES_FLOAT8, r, rows, first, count, out, stride); break;
-    case BLOCKS + BLOCKS_Q4_1: put_rows(matrix, BLOCKS + BLOCKS_Q4_1, r, rows, first, count, out, stride); break;
-    case BLOCKS + BLOCKS_Q5_0: put_rows(matrix, BLOCKS + BLOCKS_Q5_0, r, rows, first, count, out, stride); break;
-    case BLOCKS + BLOCKS_Q5_1: put_rows(matrix, BLOCKS + BLOCKS_Q5_1, r, rows, first, count, out, stride); break;
-    case BLOCKS + BLOCKS_Q4_K: put_rows(matrix, BLOCKS + BLOCKS_Q4_K, r, rows, first, count, out, stride); break;
-    case BLOCKS + BLOCKS_Q5_K: put_rows(matrix, BLOCKS + BLOCKS_Q5_K, r, rows, first, count, out, stride); break;
-    default: put_rows(matrix, BLOCKS + BLOCKS_Q6_K, r, rows, first, count, out, stride);
+    case VALUES_NIBBLES: put_rows(matrix, VALUES_NIBBLES, r, rows, first, count, out, stride, ahead); break;
+    case VALUES_UINT8: put_rows(matrix, VALUES_UINT8, r, rows, first, count, out, stride, ahead); break;
+    case VALUES_INT8: put_rows(matrix, VALUES_INT8, r, rows, first, count, out, stride, ahead); break;
+    case VALUES_FLOAT8: put_rows(matrix, VALUES_FLOAT8, r, rows, first, count, out, stride, ahead); break;
+    case BLOCKS + BLOCKS_Q4_1: put_rows(matrix, BLOCKS + BLOCKS_Q4_1, r, rows, first, count, out, stride, ahead); break;
+    case BLOCKS + BLOCKS_Q5_0: put_rows(matrix, BLOCKS + BLOCKS_Q5_0, r, rows, first, count, out, stride, ahead); break;
+    case BLOCKS + BLOCKS_Q5_1: put_rows(matrix, BLOCKS + BLOCKS_Q5_1, r, rows, first, count, out, stride, ahead); break;
+    case BLOCKS + BLOCKS_Q4_K: put_rows(matrix, BLOCKS + BLOCKS_Q4_K, r, rows, first, count, out, stride, ahead); break;
+    case BLOCKS + BLOCKS_Q5_K: put_rows(matrix, BLOCKS + BLOCKS_Q5_K, r, rows, first, count, out, stride, ahead); break;
+    default: put_rows(matrix, BLOCKS + BLOCKS_Q6_K, r, rows, first, count, out, stride, ahead);
     }
     return 1;
 }

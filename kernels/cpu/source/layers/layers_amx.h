@@ -81,15 +81,17 @@ AMX_INLINE void amx_products(
     amx_store_sums(sums);
 }
 
-#define HELD_INPUTS 256                     /* whose numbers are made at a time */
+#define PARTS_AHEAD 2
+#define HELD_INPUTS 256                     /* whose numbers are made at a time: a part of a row */
 #define HELD_STRIDE (HELD_INPUTS + PAIRED) /* so that rows are not all in the same sets of the first cache */
 
-/* Makes the numbers of 16 rows from `r` on, or of as many as there are, for inputs from `start` on. */
-AMX_INLINE void amx_make_numbers(const Quantised *held, int64_t r, int64_t start, bf16 *numbers)
+/* Makes the numbers of 16 rows from `r` on, or of as many as there are, for inputs from `start` on, and prefetches what lies `ahead`
+ * of them. */
+AMX_INLINE void amx_make_numbers(const Quantised *held, int64_t r, int64_t start, bf16 *numbers, int64_t ahead)
 {
     const int64_t count = held->inputs - start < HELD_INPUTS ? held->inputs - start : HELD_INPUTS;
     const int64_t rows = held->outputs - r < SIDE ? held->outputs - r : SIDE;
-    const int at_once = triforce_expand_bfloat16(held, r, rows, start, count, numbers, HELD_STRIDE);
+    const int at_once = triforce_expand_bfloat16(held, r, rows, start, count, numbers, HELD_STRIDE, ahead);
     for (int64_t o = 0; !at_once && o < rows; o++, numbers += HELD_STRIDE) {
         triforce_expand_part(held, r + o, start, count, numbers, 1, LEVEL_AMX);
         if (count % PAIRED)
@@ -97,14 +99,13 @@ AMX_INLINE void amx_make_numbers(const Quantised *held, int64_t r, int64_t start
     }
 }
 
-/* Prefetches part `part`, of `bytes`, of 16 rows from `r` on. Each row has `parts`; where it has no such part, the first ones of
- * the rows that are multiplied next. */
-AMX_INLINE void amx_fetch_part(const Quantised *held, int64_t r, int64_t part, int64_t parts, int64_t bytes)
+/* How far ahead of part `part` of a row from `first` on, of `bytes`, lies what is prefetched meanwhile: parts of the same row, or
+ * the first ones of that which is multiplied next. */
+AMX_INLINE int64_t amx_ahead(const Quantised *held, int64_t first, int64_t part, int64_t parts, int64_t bytes)
 {
-    for (; part >= parts; part -= parts)
-        r += AMX_OUTPUTS;
-    for (int64_t o = r; o < r + SIDE && o < held->outputs; o++)
-        fetch(row_of(held, o) + part * bytes, bytes);
+    if (part + PARTS_AHEAD < parts)
+        return PARTS_AHEAD * bytes;
+    return first + AMX_OUTPUTS < held->outputs ? AMX_OUTPUTS * held->row_bytes + (PARTS_AHEAD - parts) * bytes : 0;
 }
 
 /* `amx_products` with 32 outputs from `first` on of a matrix that is held in few bits. Numbers of 16 outputs are made and multiplied
@@ -118,8 +119,7 @@ AMX_INLINE void amx_held_products(
     amx_zero_sums();
     for (int64_t made = 0; made < 2 * parts; made++) {
         const int64_t part = made / 2, r = first + made % 2 * SIDE;
-        amx_fetch_part(held, r, part + 2, parts, bytes);
-        amx_make_numbers(held, r, part * HELD_INPUTS, numbers);
+        amx_make_numbers(held, r, part * HELD_INPUTS, numbers, amx_ahead(held, r, part, parts, bytes));
         AMX_WRITTEN;
         for (int64_t i = 0, tile = part * of_part; i < of_part && tile < tiles; i++, tile++) {
             _tile_loadd(4, numbers + i * PAIRED, HELD_STRIDE * 2);
@@ -148,7 +148,7 @@ AMX void amx_held_sums(const Quantised *held, int64_t first, const float *x, int
     memset(sums, 0, (n + AMX_OUTPUTS - 1) / AMX_OUTPUTS * AMX_OUTPUTS * AMX_OUTPUTS * 4);
     for (int64_t start = 0; start < held->inputs; start += HELD_INPUTS) {
         for (int64_t o = 0; o < AMX_OUTPUTS; o += SIDE)
-            amx_make_numbers(held, first + o, start, numbers + o * HELD_STRIDE);
+            amx_make_numbers(held, first + o, start, numbers + o * HELD_STRIDE, 0);
         AMX_WRITTEN;
         for (int64_t r0 = 0; r0 < n; r0 += AMX_OUTPUTS) {
             float *here = sums + r0 * AMX_OUTPUTS;
@@ -181,10 +181,8 @@ AMX void amx_linear_part(
     const int64_t tiles = (inputs + PAIRED - 1) / PAIRED, whole = tiles * PAIRED;
     const int width = amx_width(n);
     float sums[AMX_OUTPUTS * AMX_OUTPUTS] __attribute__((aligned(64)));
-    const int64_t parts = (inputs + HELD_INPUTS - 1) / HELD_INPUTS;
-    for (int64_t o = first; w->held && o < first + AMX_OUTPUTS && o < stop; o += SIDE) /* nothing before has fetched these */
-        for (int64_t i = 0; i < 2 && i < parts; i++)
-            amx_fetch_part(w->held, o, i, parts, HELD_INPUTS * w->held->row_bytes / w->held->inputs);
+    for (int64_t o = first; w->held && o < first + AMX_OUTPUTS && o < stop; o++) /* nothing before has fetched these */
+        fetch(row_of(w->held, o), least_of(PARTS_AHEAD * HELD_INPUTS * w->held->row_bytes / inputs, w->held->row_bytes));
     for (int64_t o = first; o < stop; o += AMX_OUTPUTS) {
         const int64_t count = stop - o < AMX_OUTPUTS ? stop - o : AMX_OUTPUTS;
         const bf16 *matrix = (const bf16 *)w->numbers + o * inputs;
