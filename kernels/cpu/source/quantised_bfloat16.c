@@ -254,25 +254,32 @@ INLINE __m512 scales_of_q6_k(const uint8_t *held)
     return _mm512_mul_ps(whole, _mm512_broadcastss_ps(_mm_cvtph_ps(_mm_cvtsi32_si128(bits))));
 }
 
-/* 16 numbers of values that have six bits. */
-#define SIXES(values, i, scale) _mm512_mul_ps(_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm512_extracti32x4_epi32(values, i))), _mm512_set1_ps(scale))
-
-INLINE void put_q6_k(const uint8_t *held, const float *scales, uint16_t *out)
+/* Values of a block of Q6_K, less 32, in a byte each: 128 bytes hold the lower four bits, 64 the upper two, in halves of 128
+ * values each. */
+INLINE void put_sixes(const uint8_t *held, uint8_t *values)
 {
     const __m512i nibble = _mm512_set1_epi8(15), above = _mm512_set1_epi8(48), half_of_all = _mm512_set1_epi8(32);
     const __m512i left = _mm512_inserti64x4(_mm512_set1_epi16(4), _mm256_set1_epi16(2), 1);
     const __m512i right = _mm512_inserti64x4(_mm512_setzero_si512(), _mm256_set1_epi16(2), 1);
-    for (int half = 0; half < 2; half++, held += 64, out += 128, scales += 8) {
+    for (int half = 0; half < 2; half++, held += 64, values += 128) {
         const __m512i both = _mm512_loadu_si512(held);
         const __m512i high = _mm512_broadcast_i64x4(bytes_at(held - half * 32 + 128));
         const __m512i low = _mm512_and_si512(both, nibble), later = _mm512_and_si512(_mm512_srli_epi16(both, 4), nibble);
-        /* a | b & c */
-        const __m512i first = _mm512_sub_epi8(_mm512_ternarylogic_epi32(low, _mm512_sllv_epi16(high, left), above, 0xf8), half_of_all);
-        const __m512i second = _mm512_sub_epi8(_mm512_ternarylogic_epi32(later, _mm512_srlv_epi16(high, right), above, 0xf8), half_of_all);
-        _mm512_storeu_si512(out, rounded_pair(SIXES(first, 0, scales[0]), SIXES(first, 1, scales[1])));
-        _mm512_storeu_si512(out + 32, rounded_pair(SIXES(first, 2, scales[2]), SIXES(first, 3, scales[3])));
-        _mm512_storeu_si512(out + 64, rounded_pair(SIXES(second, 0, scales[4]), SIXES(second, 1, scales[5])));
-        _mm512_storeu_si512(out + 96, rounded_pair(SIXES(second, 2, scales[6]), SIXES(second, 3, scales[7])));
+        const __m512i one = _mm512_ternarylogic_epi32(low, _mm512_sllv_epi16(high, left), above, 0xf8); /* a | b & c */
+        const __m512i two = _mm512_ternarylogic_epi32(later, _mm512_srlv_epi16(high, right), above, 0xf8);
+        _mm512_store_si512(values, _mm512_sub_epi8(one, half_of_all));
+        _mm512_store_si512(values + 64, _mm512_sub_epi8(two, half_of_all));
+    }
+}
+
+/* `values` are those of put_sixes. */
+INLINE void put_q6_k(const uint8_t *values, const float *scales, uint16_t *out)
+{
+#pragma GCC unroll 8
+    for (int i = 0; i < 256; i += AT_ONCE) {
+        const __m512 low = _mm512_mul_ps(floats_of(values + i, VALUES_INT8), _mm512_set1_ps(scales[i / 16]));
+        const __m512 high = _mm512_mul_ps(floats_of(values + i + 16, VALUES_INT8), _mm512_set1_ps(scales[i / 16 + 1]));
+        _mm512_storeu_si512(out + i, rounded_pair(low, high));
     }
 }
 
@@ -301,18 +308,23 @@ INLINE void put_block_of_32(const uint8_t *held, int form, uint16_t *out)
 INLINE void put_large_blocks(const Parts *parts, int form)
 {
     float scales[TOGETHER][16] __attribute__((aligned(64)));
+    uint8_t values[TOGETHER][PART] __attribute__((aligned(64)));
     const uint8_t *held[TOGETHER];
     for (int64_t o = 0; o < parts->count; o++) {
         held[o] = row_of_part(parts, o) + (parts->first + o * parts->inputs_apart) / PART * bytes_of_block(form);
         _mm512_store_ps(scales[o], form == BLOCKS_Q6_K ? scales_of_q6_k(held[o]) : scales_and_least(held[o]));
+        if (form == BLOCKS_Q6_K)
+            put_sixes(held[o], values[o]);
     }
+    if (form == BLOCKS_Q6_K)
+        IN_MEMORY(values);
     IN_MEMORY(scales);
     for (int64_t o = 0; o < parts->count; o++) {
         fetch_ahead(parts, held[o], bytes_of_block(form));
         switch (form) {
         case BLOCKS_Q4_K: put_q4_k(held[o], scales[o], parts->out + o * parts->out_apart); break;
         case BLOCKS_Q5_K: put_q5_k(held[o], scales[o], parts->out + o * parts->out_apart); break;
-        default: put_q6_k(held[o], scales[o], parts->out + o * parts->out_apart);
+        default: put_q6_k(values[o], scales[o], parts->out + o * parts->out_apart);
         }
     }
 }
