@@ -24,6 +24,7 @@ from .chunks import chunk_mass
 from .cpu.attention import (
     TILE,
     Piece,
+    PreparedStep,
     attend_compiled,
     attend_compiled_pieces,
     compiled_attention,
@@ -209,6 +210,18 @@ def attend_blocks(
             q[:, first:], blocks[:, 0], m, lse[:, first:], mass, scale=scale, diagonal=diagonal + first, window=window
         )
     return out.to(q.dtype) if rounded else out, lse
+
+
+def prepared_step(
+    q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, out: Tensor, lse: Tensor, *, scale: float, window: int | None
+) -> PreparedStep | None:
+    """What writes `k` and `v` into a blocked cache and does what `attend_blocks` does, rounded, see `PreparedStep`;
+    `None` where the compiled kernels do not compute that."""
+    if q.shape[1] > STEP_ROWS or not takes_blocks(q, blocks) or not has_plain_rows(k, v, out):
+        return None
+    if _backend_of(q, flash_mask=True, plain_rows=True) != "compiled":
+        return None
+    return PreparedStep(q, k, v, blocks, out, lse, scale, window)
 
 
 def attend_pieces(q: Tensor, pieces: Sequence[Piece], *, scale: float, running: Tensor, out: Tensor) -> list[Tensor]:

@@ -64,44 +64,102 @@ def attend_compiled(
         MemoryError: no memory for the temporaries.
     """
     num_heads, n, head_dim = q.shape
+    dtype = q.dtype if rounded else torch.float32
+    out = torch.empty(n, num_heads, head_dim, dtype=dtype, device=q.device).transpose(0, 1)
+    lse = torch.empty(num_heads, n, dtype=torch.float32, device=q.device)
+    call = _call_for(q, k, v, out, lse, scale)
+    keys = call.m if m is None else m
+    call.m, call.threads = keys, threads()
+    if isinstance(diagonal, Tensor):
+        call.diagonal_at = diagonal.data_ptr()
+    else:
+        call.diagonal = keys if diagonal is None else diagonal
+    if window is not None and diagonal is not None:
+        call.window = window
+    if mass is not None:
+        call.mass, call.mass_rows, call.chunk_size = mass.data_ptr(), mass.shape[1], keys // mass.shape[2]
+    if running is not None:
+        call.running, call.running_head = running.data_ptr(), running.stride(0)
+    if level is not None:
+        call.level = level
+    if call_kernel(_attend(), call, 1):
+        raise MemoryError(_NO_MEMORY.format(n, keys))
+    return out, lse
+
+
+_NO_MEMORY = "no memory for the temporaries of attention of {} rows to {} keys"
+
+
+def _call_for(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float) -> AttentionCall:
+    """A call with these: all keys count, and all rows see them."""
+    num_heads, n, head_dim = q.shape
     call = AttentionCall()
     if k.dim() == 4:
         num_blocks, num_kv_heads, block_size, _ = k.shape
         call.k_block, call.k_head, call.k_row, _ = k.stride()
         call.v_block, call.v_head, call.v_row, _ = v.stride()
-        keys = num_blocks * block_size if m is None else m
+        keys = num_blocks * block_size
     else:
         num_kv_heads, block_size, _ = k.shape
         call.k_head, call.k_row, _ = k.stride()
         call.v_head, call.v_row, _ = v.stride()
         keys = block_size
-    dtype = q.dtype if rounded else torch.float32
-    out = torch.empty(n, num_heads, head_dim, dtype=dtype, device=q.device).transpose(0, 1)
-    call.out_head, call.out_row, _ = out.stride()
-    call.rounded = dtype == torch.bfloat16
-    lse = torch.empty(num_heads, n, dtype=torch.float32, device=q.device)
     call.q, call.k, call.v = q.data_ptr(), k.data_ptr(), v.data_ptr()
     call.out, call.lse = out.data_ptr(), lse.data_ptr()
     call.q_head, call.q_row, _ = q.stride()
+    call.out_head, call.out_row, _ = out.stride()
+    call.rounded = out.dtype == torch.bfloat16
     call.num_heads, call.num_kv_heads, call.head_dim = num_heads, num_kv_heads, head_dim
     call.n, call.m, call.block_size = n, keys, block_size
-    if isinstance(diagonal, Tensor):
-        call.diagonal_at = diagonal.data_ptr()
-    else:
-        call.diagonal = keys if diagonal is None else diagonal
-    call.window = _NO_WINDOW if window is None or diagonal is None else window
-    call.chunk_size = 1
-    if mass is not None:
-        call.mass, call.mass_rows, call.chunk_size = mass.data_ptr(), mass.shape[1], keys // mass.shape[2]
-    if running is not None:
-        call.running, call.running_head = running.data_ptr(), running.stride(0)
-    call.type = _TYPES[q.dtype]
-    call.threads = threads()
-    call.level = cpu_level() if level is None else level
-    call.scale = scale
-    if call_kernel(_attend(), call, 1):
-        raise MemoryError(f"no memory for the temporaries of attention of {n} rows to {keys} keys")
-    return out, lse
+    call.diagonal, call.window, call.chunk_size = keys, _NO_WINDOW, 1
+    call.type, call.level, call.scale = _TYPES[q.dtype], cpu_level(), scale
+    return call
+
+
+class PreparedStep:
+    """Writes a step's keys and values behind a layer's others, and attends to all of them, time after time with rows
+    and results at the same places. What the kernels are asked is made up once: that takes Python about as long as they
+    take."""
+
+    def __init__(
+        self, q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, out: Tensor, lse: Tensor, scale: float, window: int | None
+    ) -> None:
+        """Args:
+        q, out: `[num_heads, n, head_dim]`; this and all others must stay where they are.
+        k, v: `[num_kv_heads, n, head_dim]`.
+        blocks: `[num_blocks, 2, num_kv_heads, block_size, head_dim]`, keys and values.
+        lse: room for the log-sum-exps, `[num_heads, n]` float32, contiguous.
+        window: see `attend`.
+        """
+        kernels = loaded()
+        assert kernels is not None
+        self._copy, (block, half, head, row, _) = kernels.triforce_rotate, blocks.stride()
+        self._call = _call_for(q, blocks[:, 0], blocks[:, 1], out, lse, scale)
+        self._call.window = _NO_WINDOW if window is None else window
+        self._blocks, self._size, self._block_size = blocks.data_ptr(), blocks.element_size(), blocks.shape[3]
+        self._block, self._row = block, row
+        heads, n, head_dim = k.shape
+        into = head, row, None, heads, n, head_dim, blocks.dtype == torch.bfloat16
+        self._copies = [
+            ((x.data_ptr(), x.stride(0), x.stride(1), None, None, 0), i * half, into) for i, x in enumerate((k, v))
+        ]
+
+    def __call__(self, start: int, m: int) -> None:
+        """Args:
+            start: of the rows' tokens, which belong into one block.
+            m: see `attend_blocks`.
+
+        Raises:
+            MemoryError: no memory for the temporaries.
+        """
+        index, offset = divmod(start, self._block_size)
+        place = index * self._block + offset * self._row
+        for source, half, into in self._copies:
+            self._copy(*source, self._blocks + (place + half) * self._size, *into)
+        call = self._call
+        call.m, call.diagonal, call.threads = m, start, threads()
+        if _attend()(call, 1):
+            raise MemoryError(_NO_MEMORY.format(call.n, m))
 
 
 @dataclass(slots=True)

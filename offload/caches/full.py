@@ -17,10 +17,11 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from ...kernels.attention import takes_joined
+from ...kernels.attention import prepared_step, takes_joined
+from ...kernels.cpu.attention import PreparedStep
 from ...kernels.cpu.library import arithmetic
 from ...kernels.delta_rule import DeltaWeights
-from ...kernels.selection import STEP_ROWS
+from ...kernels.selection import STEP_ROWS, selected
 from ...tp.model.config import ModelConfig
 from ...tp.rope import Rope, RopeRows
 from ..held import Held, held_bytes
@@ -174,6 +175,7 @@ class FullCache:
         self._collector: weakref.WeakMethod[Callable[[], BlockCollector | None]] | None = None
         config, max_chunks = self.config, -(-self.capacity // self.chunk_size)
         self._attention = BlockAttention(config.attention_scale, self.chunk_size)
+        self._steps: tuple[object, list[PreparedStep | None]] = None, []
         self._mass = RecentMass(config.kv_layers, config.num_kv_heads, max_chunks, self.chunk_size)
 
     def keep_mass(self, rows: int) -> None:
@@ -319,6 +321,35 @@ class FullCache:
         if self.blocks.device.type == "cpu":
             self.reads.seconds += time.perf_counter() - began
         return out
+
+    def steps(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> list[PreparedStep | None] | None:
+        """Of each layer what does `append` and `attend_rotated` for rows that are always at the same places, see
+        `kernels.attention.prepared_step`; `None` for a layer, or for the whole pass that is prepared: not these."""
+        n, size = q.shape[1], self.blocks.block_size
+        offset = (self._begin - self.start) % size
+        if self.prefix or self.mass_rows_of(n) or not 0 < offset <= size - n:  # at 0, a block is entered
+            return None
+        made_for = (*(x.data_ptr() for x in (q, k, v, out, lse)), n, selected())
+        if self._steps[0] != made_for:
+            self._steps = made_for, [self._step(layer, q, k, v, out, lse) for layer in range(len(self._filled))]
+        return self._steps[1]
+
+    def _step(self, layer: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> PreparedStep | None:
+        place = self.place(layer)
+        blocks = None if place is None else self.blocks.at_once(place)
+        if blocks is None:
+            return None
+        window = self.config.sliding_window(layer)
+        return prepared_step(q, k, v, blocks, out, lse, scale=self.config.attention_scale, window=window)
+
+    def take_step(self, layer: int, step: PreparedStep, n: int) -> None:
+        """Takes one of `steps`, for `n` rows."""
+        began = time.perf_counter()
+        start, stop = self._filled[layer], self._filled[layer] + n
+        step(start, -(-stop // self.chunk_size) * self.chunk_size)
+        self._filled[layer] = stop
+        self.count_read(stop - max(0, start + 1 - (self.config.sliding_window(layer) or stop)))
+        self.reads.seconds += time.perf_counter() - began
 
     def mass_rows_of(self, n: int) -> int:
         """The last rows of a pass over `n` whose attention is kept."""

@@ -98,8 +98,8 @@ class Pieces:
 
 
 class _Buffers:
-    """What pieces read and write, at fixed addresses: of each token its id, rotation, query, key, value, result of
-    attention, and logits."""
+    """What pieces read and write, at fixed addresses: of each token its id, rotation, query, key, value, result and
+    log-sum-exps of attention, and logits."""
 
     def __init__(self, decoder: Decoder, most_rows: int) -> None:
         config, dtype, device = decoder.part, decoder.dtype, decoder.device
@@ -111,10 +111,11 @@ class _Buffers:
         self.rotation = tuple(rows(config.rotated, dtype=torch.float32) for _ in range(2 * len(config.ropes)))
         self.q, self.out = (rows(config.num_heads, config.head_dim) for _ in range(2))
         self.k, self.v = (rows(config.num_kv_heads, config.head_dim) for _ in range(2))
+        self.lse = rows(config.num_heads, dtype=torch.float32).view(-1)
         self.logits = rows(decoder.config.vocab_size, dtype=torch.float32)
 
     def tensors(self) -> tuple[Tensor, ...]:
-        return self.token_ids, *self.rotation, self.q, self.out, self.k, self.v, self.logits
+        return self.token_ids, *self.rotation, self.q, self.out, self.k, self.v, self.lse, self.logits
 
 
 def pieces_bytes(
@@ -129,7 +130,7 @@ def pieces_bytes(
     """
     most, layers = capture.pieces_rows, 1 if shared else config.num_layers
     heads = 2 * (config.num_heads + config.num_kv_heads) * config.head_dim * dtype.itemsize
-    buffers = 8 + rope_bytes(config, 1) + heads + 4 * config.vocab_size
+    buffers = 8 + rope_bytes(config, 1) + heads + 4 * (config.num_heads + config.vocab_size)
     on_the_way = layers * row_bytes + config.hidden_size * dtype.itemsize + (4 + dtype.itemsize) * config.vocab_size
     return most * buffers + (most if shared else most * (most + 1) // 2) * on_the_way
 
@@ -175,8 +176,14 @@ class _PassInPieces:
             buffer[:n].copy_(rows)
         q, k, v, out = (buffer[:n].transpose(0, 1) for buffer in (buffers.q, buffers.k, buffers.v, buffers.out))
         *before_attention, last = self._replays
+        steps = None
+        if isinstance(cache, FullCache):
+            steps = cache.steps(q, k, v, out, buffers.lse[: n * len(q)].view(len(q), n))
         for layer, replay in enumerate(before_attention):
             replay()
+            if steps is not None and (step := steps[layer]) is not None:
+                cache.take_step(layer, step, n)
+                continue
             cache.append(layer, k, v)
             copy_rows(cache.attend_rotated(layer, q), out)
         last()
