@@ -38,7 +38,14 @@ INLINE __m256i bytes_at(const uint8_t *place) { return _mm256_loadu_si256((const
 
 /* ---- groups ---- */
 
-/* Numbers from `place` on, up to 16, in float32; `are` is one of NUMBERS_FLOAT32 to NUMBERS_INT16. */
+/* Prefetches number `i` of `numbers`; `are` is one of NUMBERS_FLOAT32 to NUMBERS_INT16. */
+INLINE void fetch_number(int64_t numbers, int64_t are, int64_t i)
+{
+    const int size = are == NUMBERS_FLOAT32 ? 4 : are == NUMBERS_UINT8 || are == NUMBERS_INT8 ? 1 : 2;
+    __builtin_prefetch((const char *)numbers + i * size, 0, 2);
+}
+
+/* Numbers from `first` on, up to 16, in float32. */
 INLINE __m512 numbers_at(int64_t numbers, int64_t are, int64_t first, __mmask16 some)
 {
     const char *place = (const char *)numbers;
@@ -157,11 +164,17 @@ INLINE void put_groups(const Parts *parts, int kind, int run, int has_zero)
     }
     const __mmask16 some = first_of_16(groups);
     const __m512i which = _mm512_load_si512(group_of_run);
+    /* In groups; where they are long, a line of scales lasts. */
+    const int64_t ahead = run == AT_ONCE ? parts->ahead * matrix->groups / matrix->row_bytes : 0;
     for (int64_t o = 0; o < parts->count; o++) {
         const int64_t first = (uint32_t)(parts->first + o * parts->inputs_apart) / size;
         const int64_t group = (parts->r + o * parts->rows_apart) * matrix->groups + first;
         const __m512 scale = _mm512_permutexvar_ps(which, numbers_at(matrix->scales, matrix->scales_are, group, some));
         _mm512_store_ps(scales[o], kind == VALUES_FLOAT8 ? _mm512_mul_ps(scale, _mm512_set1_ps(256.0f)) : scale);
+        if (ahead)
+            fetch_number(matrix->scales, matrix->scales_are, group + ahead);
+        if (ahead && matrix->zeros)
+            fetch_number(matrix->zeros, matrix->zeros_are, group + ahead);
         if (has_zero) {
             const __m512 one = _mm512_set1_ps((float)matrix->zero);
             const __m512 zero = matrix->zeros ? numbers_at(matrix->zeros, matrix->zeros_are, group, some) : one;

@@ -313,12 +313,15 @@ def filled(decoder: Decoder, n: int) -> FullCache:
 passes_and_steps = st.lists(st.tuples(st.integers(1, CpuCapture.pieces_rows + 2), st.integers(0, 4)), max_size=40)
 
 
+@pytest.mark.parametrize("mass_rows", [0, 8])
 @given(history=passes_and_steps)
 @examples(12)
-def test_all_but_attention_to_full_caches_is_captured(decoder, history) -> None:
+def test_all_but_attention_to_full_caches_is_captured(decoder, mass_rows, history) -> None:
     """With the bits of passes as they come, whatever lengths, rows that are taken back, and borders of blocks."""
     caches, graphs = [filled(decoder, 250) for _ in range(2)], Graphs(CpuCapture())
     captured, plain = Passes(decoder, caches[0], graphs), Passes(decoder, caches[1])
+    for cache in caches:
+        cache.keep_mass(mass_rows)
     source = iter(random_tokens(1000, seed=3))
     for n, forgotten in history:
         tokens = torch.tensor([next(source) for _ in range(n)])
@@ -328,6 +331,35 @@ def test_all_but_attention_to_full_caches_is_captured(decoder, history) -> None:
     counts = [sum(n == wanted for n, _ in history) for wanted in range(1, CpuCapture.pieces_rows + 1)]
     passes = graphs.pieces_of(decoder)._passes.values()
     assert sum(one.is_captured for one in passes) == sum(count > CpuCapture.passes_before for count in counts)
+    assert caches[0].read_so_far().num_bytes == caches[1].read_so_far().num_bytes
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral-window", "gemma3"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_steps_are_prepared_for_a_cache(tmp_path, family, dtype) -> None:
+    """For layers that keep all tokens, whether they see all of them or not; again for another pass's rows, and given up
+    where a pass fails between two layers."""
+    save_family(tmp_path, family, head_dim=32)
+    decoder = Decoder.load(tmp_path, dtype=dtype, device=torch.device("cpu"))
+    caches = [filled(decoder, 240) for _ in range(2)]
+    plain, tokens = Passes(decoder, caches[1]), iter(torch.tensor(random_tokens(90, seed=5)).split(1))
+    for cache in caches:
+        cache.keep_mass(0)
+    for _ in range(2):
+        graphs = Graphs(CpuCapture())  # with rows at other places
+        captured = Passes(decoder, caches[0], graphs)
+        for _, token in zip(range(40), tokens, strict=False):
+            assert torch.equal(captured.forward(token, 1), plain.forward(token, 1))
+        _, steps = caches[0]._steps
+        places = [caches[0].place(layer) is not None for layer in range(len(steps))]
+        assert [step is not None for step in steps] == places and any(places)
+        token, (*_, last) = next(tokens), (step for step in steps if step)
+        level, last._call.level = last._call.level, 99  # fails, as where there is no memory
+        with pytest.raises(MemoryError, match="no memory for the temporaries of attention of 1 rows to"):
+            captured.forward(token, 1)
+        caches[0].break_off()
+        last._call.level = level
+        assert torch.equal(captured.forward(token, 1), plain.forward(token, 1))
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3", "mistral-window", "llama-bias", "gated", "few-bits"])
