@@ -217,7 +217,7 @@ def prepared_step(
 ) -> PreparedStep | None:
     """What writes `k` and `v` into a blocked cache and does what `attend_blocks` does, rounded, see `PreparedStep`;
     `None` where the compiled kernels do not compute that."""
-    if q.shape[1] > STEP_ROWS or not takes_blocks(q, blocks) or not has_plain_rows(k, v, out):
+    if q.shape[1] > STEP_ROWS or not takes_blocks(q, blocks) or not has_plain_rows(k, v, out) or k.dtype != q.dtype:
         return None
     if _backend_of(q, flash_mask=True, plain_rows=True) != "compiled":
         return None

@@ -329,6 +329,8 @@ class FullCache:
         offset = (self._begin - self.start) % size
         if self.prefix or self.mass_rows_of(n) or not 0 < offset <= size - n:  # at 0, a block is entered
             return None
+        if self.blocks.device.type != "cpu" or any(filled != self._begin for filled in self._filled):
+            return None
         made_for = (*(x.data_ptr() for x in (q, k, v, out, lse)), n, selected())
         if self._steps[0] != made_for:
             self._steps = made_for, [self._step(layer, q, k, v, out, lse) for layer in range(len(self._filled))]

@@ -87,7 +87,7 @@ INLINE __m512i float16_of_float8(const uint8_t *values)
     return _mm512_mask_mov_epi16(_mm512_or_si512(sign, _mm512_slli_epi16(below, 7)), none, _mm512_set1_epi16(0x7e00));
 }
 
-/* 32 numbers of a byte each, less `zero` where `has_zero`; a scale of e4m3 is 256 times as large. */
+/* 32 numbers of a byte each, less `zero` where `has_zero`; a scale of e4m3 is 256 times as large, and a zero a 256th. */
 INLINE void put_bytes(const uint8_t *values, int kind, float scale, int has_zero, float zero, uint16_t *out)
 {
     __m512 low, high;
@@ -165,7 +165,7 @@ INLINE void put_groups(const Parts *parts, int kind, int run, int has_zero)
     const __mmask16 some = first_of_16(groups);
     const __m512i which = _mm512_load_si512(group_of_run);
     /* In groups; where they are long, a line of scales lasts. */
-    const int64_t ahead = run == AT_ONCE ? parts->ahead * matrix->groups / matrix->row_bytes : 0;
+    const int64_t ahead = run == AT_ONCE && parts->ahead ? parts->ahead * matrix->groups / matrix->row_bytes : 0;
     for (int64_t o = 0; o < parts->count; o++) {
         const int64_t first = (uint32_t)(parts->first + o * parts->inputs_apart) / size;
         const int64_t group = (parts->r + o * parts->rows_apart) * matrix->groups + first;
@@ -178,7 +178,8 @@ INLINE void put_groups(const Parts *parts, int kind, int run, int has_zero)
         if (has_zero) {
             const __m512 one = _mm512_set1_ps((float)matrix->zero);
             const __m512 zero = matrix->zeros ? numbers_at(matrix->zeros, matrix->zeros_are, group, some) : one;
-            _mm512_store_ps(zeros[o], _mm512_permutexvar_ps(which, zero));
+            const __m512 unit = _mm512_set1_ps(kind == VALUES_FLOAT8 ? 0x1p-8f : 1.0f);
+            _mm512_store_ps(zeros[o], _mm512_mul_ps(_mm512_permutexvar_ps(which, zero), unit));
         }
     }
     IN_MEMORY(scales);

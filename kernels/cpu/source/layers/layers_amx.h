@@ -105,7 +105,8 @@ AMX_INLINE int64_t amx_ahead(const Quantised *held, int64_t first, int64_t part,
 {
     if (part + PARTS_AHEAD < parts)
         return PARTS_AHEAD * bytes;
-    return first + AMX_OUTPUTS < held->outputs ? AMX_OUTPUTS * held->row_bytes + (PARTS_AHEAD - parts) * bytes : 0;
+    const int64_t next = AMX_OUTPUTS * held->row_bytes + (least_of(PARTS_AHEAD, parts) - parts) * bytes;
+    return first + AMX_OUTPUTS < held->outputs ? next : 0;
 }
 
 /* `amx_products` with 32 outputs from `first` on of a matrix that is held in few bits. Numbers of 16 outputs are made and multiplied
@@ -136,6 +137,7 @@ AMX_INLINE void amx_held_products(
                     _tile_dpbf16ps(1, 4, 7);
             }
         }
+        AMX_WRITTEN; /* nor is anything written before it was read */
     }
     amx_store_sums(sums);
 }
