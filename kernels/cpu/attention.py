@@ -122,7 +122,15 @@ class PreparedStep:
     take."""
 
     def __init__(
-        self, q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, out: Tensor, lse: Tensor, scale: float, window: int | None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        blocks: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        scale: float,
+        window: int | None,
     ) -> None:
         """Args:
         q, out: `[num_heads, n, head_dim]`; this and all others must stay where they are.

@@ -181,11 +181,12 @@ class _PassInPieces:
             steps = cache.steps(q, k, v, out, buffers.lse[: n * len(q)].view(len(q), n))
         for layer, replay in enumerate(before_attention):
             replay()
-            if steps is not None and (step := steps[layer]) is not None:
+            step = steps[layer] if steps else None
+            if step is not None and isinstance(cache, FullCache):
                 cache.take_step(layer, step, n)
-                continue
-            cache.append(layer, k, v)
-            copy_rows(cache.attend_rotated(layer, q), out)
+            else:
+                cache.append(layer, k, v)
+                copy_rows(cache.attend_rotated(layer, q), out)
         last()
         return buffers.logits[: self._num_logits]
 
