@@ -50,13 +50,18 @@ def fails_while(flag, error, *, once=False):
     return embedding_calls(act)
 
 
-def save_damaged(directory, token):
-    """A model that gives no probabilities after a token, if there is one: its embedding is NaN. Returns the model."""
+def save_damaged(directory, token, *, proposes=True):
+    """A model that gives no probabilities after a token, if there is one: its embedding is NaN. Returns the model.
+
+    Args: `proposes`: whether it may propose that token, in an answer or as a draft.
+    """
     save_tokenizer(directory)
     model = save_llama(directory, vocab_size=VOCABULARY, max_position_embeddings=4096, eos_token_id=None)
     if token is not None:
         with torch.no_grad():
             model.model.embed_tokens.weight[token] = float("nan")
+            if not proposes:
+                model.lm_head.weight[token] = 0
         model.save_pretrained(directory)
     return model
 
@@ -64,7 +69,7 @@ def save_damaged(directory, token):
 @pytest.fixture(scope="module")
 def damaged(tmp_path_factory):
     directory = tmp_path_factory.mktemp("damaged") / "target"
-    save_damaged(directory, BAD)
+    save_damaged(directory, BAD, proposes=False)  # as a draft it would end the answers that it is drafted for
     return directory, directory
 
 
