@@ -13,6 +13,9 @@
 #define INLINE static inline
 #endif
 
+INLINE int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
+INLINE int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
+
 /* The nearest bfloat16, ties to even, as PyTorch rounds. */
 INLINE uint16_t bfloat16_of(float x)
 {

@@ -5,8 +5,6 @@
 
 #include "cpu.h"
 
-INLINE int64_t least_of(int64_t a, int64_t b) { return a < b ? a : b; }
-
 /* The bytes of row `r`. */
 INLINE const uint8_t *row_of(const Quantised *matrix, int64_t r)
 {

@@ -377,14 +377,14 @@ INLINE void put_rows(const Quantised *matrix, int kind, int64_t r, int64_t rows,
 {
     const int is_alike = kind >= BLOCKS || PART % matrix->group_size == 0 || matrix->group_size % PART == 0;
     if (rows == 1 && is_alike) /* whole parts of a row together */
-        for (int64_t whole; (whole = least_of(count / PART, TOGETHER)) > 0; first += whole * PART, count -= whole * PART) {
+        for (int64_t whole; (whole = smaller(count / PART, TOGETHER)) > 0; first += whole * PART, count -= whole * PART) {
             const Parts parts = {matrix, r, first, PART, whole, 0, PART, out, PART, ahead};
             put_parts(&parts, kind);
             out += whole * PART;
         }
     for (int64_t i = 0; i < count; i += PART)
         for (int64_t o = 0; o < rows; o += TOGETHER) {
-            const int64_t inputs = least_of(count - i, PART), some = least_of(rows - o, TOGETHER);
+            const int64_t inputs = smaller(count - i, PART), some = smaller(rows - o, TOGETHER);
             const Parts parts = {matrix, r + o, first + i, inputs, some, 1, 0, out + o * stride + i, stride, ahead};
             put_parts(&parts, kind);
         }

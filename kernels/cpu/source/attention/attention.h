@@ -105,9 +105,6 @@ static inline __attribute__((always_inline)) void prefetch_line(const void *line
         __builtin_prefetch(line);
 }
 
-static inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
-static inline int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
-
 static inline int64_t row_stride(int64_t head_dim) { return head_dim + 16; }
 static inline int64_t num_tiles(const Attention *call) { return (call->m + TILE - 1) / TILE; }
 

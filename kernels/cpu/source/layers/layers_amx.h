@@ -105,7 +105,7 @@ AMX_INLINE int64_t amx_ahead(const Quantised *held, int64_t first, int64_t part,
 {
     if (part + PARTS_AHEAD < parts)
         return PARTS_AHEAD * bytes;
-    const int64_t next = AMX_OUTPUTS * held->row_bytes + (least_of(PARTS_AHEAD, parts) - parts) * bytes;
+    const int64_t next = AMX_OUTPUTS * held->row_bytes + (smaller(PARTS_AHEAD, parts) - parts) * bytes;
     return first + AMX_OUTPUTS < held->outputs ? next : 0;
 }
 
@@ -184,7 +184,7 @@ AMX void amx_linear_part(
     const int width = amx_width(n);
     float sums[AMX_OUTPUTS * AMX_OUTPUTS] __attribute__((aligned(64)));
     for (int64_t o = first; w->held && o < first + AMX_OUTPUTS && o < stop; o++) /* nothing before has fetched these */
-        fetch(row_of(w->held, o), least_of(PARTS_AHEAD * HELD_INPUTS * w->held->row_bytes / inputs, w->held->row_bytes));
+        fetch(row_of(w->held, o), smaller(PARTS_AHEAD * HELD_INPUTS * w->held->row_bytes / inputs, w->held->row_bytes));
     for (int64_t o = first; o < stop; o += AMX_OUTPUTS) {
         const int64_t count = stop - o < AMX_OUTPUTS ? stop - o : AMX_OUTPUTS;
         const bf16 *matrix = (const bf16 *)w->numbers + o * inputs;
