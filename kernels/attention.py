@@ -24,6 +24,7 @@ from .chunks import chunk_mass
 from .cpu.attention import (
     TILE,
     Piece,
+    PreparedPieces,
     PreparedStep,
     attend_compiled,
     attend_compiled_pieces,
@@ -41,6 +42,8 @@ from .selection import KEYS_PER_SPLIT, STEP_ROWS, TILE_ROWS, Backend, selected
 __all__ = [
     "STEP_ROWS",
     "Piece",
+    "PreparedPieces",
+    "PreparedStep",
     "Scratch",
     "accumulates",
     "attend",
@@ -49,6 +52,8 @@ __all__ = [
     "choose_backend",
     "merge_partials",
     "new_running",
+    "prepared_pieces",
+    "prepared_step",
     "takes_blocks",
     "takes_joined",
 ]
@@ -222,6 +227,22 @@ def prepared_step(
     if _backend_of(q, flash_mask=True, plain_rows=True) != "compiled":
         return None
     return PreparedStep(q, k, v, blocks, out, lse, scale, window)
+
+
+def prepared_pieces(
+    q: Tensor,
+    k: Tensor,
+    caches: Sequence[Tensor],
+    calls: Sequence[Sequence[Piece]],
+    written: Sequence[tuple[Tensor, int, slice]],
+    *,
+    scale: float,
+) -> PreparedPieces | None:
+    """What writes the rows of a step into blocked caches and does what these calls of `attend_pieces` do, for one layer
+    after another, see `PreparedPieces`; `None` where the compiled kernels do not compute that."""
+    if q.shape[1] > STEP_ROWS or k.dtype != q.dtype or not all(takes_blocks(q, cache) for cache in caches):
+        return None
+    return PreparedPieces(q, k, caches, calls, written, scale)
 
 
 def attend_pieces(q: Tensor, pieces: Sequence[Piece], *, scale: float, running: Tensor, out: Tensor) -> list[Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 
 import torch
@@ -11,6 +12,9 @@ from ..tp.decoder import Decoder
 from ..tp.errors import CapacityError, UsageError
 from ..tp.model.config import ModelConfig
 from .transfer.placement import SPLITS
+
+_WHOLE = "bBhHiIlLqQ"
+"""Type codes of arrays of whole numbers."""
 
 
 def checked_prompt(prompt_ids: Sequence[int] | Tensor, config: ModelConfig, max_new_tokens: int) -> list[int]:
@@ -22,6 +26,8 @@ def checked_prompt(prompt_ids: Sequence[int] | Tensor, config: ModelConfig, max_
     """
     if isinstance(prompt_ids, list) and set(map(type, prompt_ids)) <= {int}:
         prompt = list(prompt_ids)  # a tensor of many thousands takes several milliseconds
+    elif isinstance(prompt_ids, array) and prompt_ids.typecode in _WHOLE:
+        prompt = prompt_ids.tolist()  # likewise
     else:
         ids = torch.as_tensor(prompt_ids)
         if ids.dim() != 1 or (len(ids) and (ids.is_floating_point() or ids.dtype == torch.bool)):

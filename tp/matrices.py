@@ -662,15 +662,27 @@ class ModelMatrices:
         linear = self.linear_vectors[0] * dtype.itemsize + self.linear_vectors[1] * 4
         found = self.num_layers * (self.norms * of_norm + router) + self.embedding.shape[1] * of_norm
         found += (self.num_layers - len(self.linear_layers)) * attention + len(self.linear_layers) * linear
+        if dtype not in self._matrix_bytes:  # counted once: a run is planned for each of its sequences
+            self._matrix_bytes[dtype] = list(self._count_matrix_bytes(dtype))
+        return found + sum(
+            count * (whole + int(share * self._num_mlps * of_mlp)) for count, whole, of_mlp in self._matrix_bytes[dtype]
+        )
+
+    @cached_property
+    def _matrix_bytes(self) -> dict[torch.dtype, list[tuple[int, int, int]]]:
+        """What `_count_matrix_bytes` has found so far."""
+        return {}
+
+    def _count_matrix_bytes(self, dtype: torch.dtype) -> Iterator[tuple[int, int, int]]:
+        """Of layers that have as many: how many layers, bytes of a layer's matrices without its MLPs', and of one of
+        these."""
         for layer, count in self._alike():
             prefix = self.prefix(layer)
             # All experts of a layer are stored alike.
             first = (matrix.of_expert(0) for matrix in self.mlp)
             of_mlp = sum(matrix.num_bytes(dtype, self.quantisation, prefix) for matrix in first)
             others = (*self.mixer(layer), *self._shared)
-            whole = sum(matrix.num_bytes(dtype, self.quantisation, prefix) for matrix in others)
-            found += count * (whole + int(share * self._num_mlps * of_mlp))
-        return found
+            yield count, sum(matrix.num_bytes(dtype, self.quantisation, prefix) for matrix in others), of_mlp
 
     def _fusion_bytes(self, fusion: Matrix, dtype: torch.dtype) -> int:
         """Of the projection, and the two norms before it."""

@@ -11,9 +11,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+from ..partials import new_running
 from .calls import call as call_kernel
 from .calls import threads
 from .library import AttentionCall, Level, cpu_level, loaded
@@ -188,6 +191,100 @@ class Piece:
     """Of all these rows, see `attend`; contiguous float32, see `sums_mass`."""
 
 
+class PreparedPieces:
+    """Writes the keys and values of a step's rows into the caches of several sequences, and attends to pieces of these
+    caches, for one layer after another: a layer's caches are at addresses of their own, and all else is as in the layer
+    before. What the kernels are asked is made up once: that takes Python longer than most pieces take them."""
+
+    def __init__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        caches: Sequence[Tensor],
+        calls: Sequence[Sequence[Piece]],
+        written: Sequence[tuple[Tensor, int, slice]],
+        scale: float,
+    ) -> None:
+        """Args:
+        q, k: `[num_heads, n, head_dim]` and `[num_kv_heads, n, head_dim]`; what all layers' rows are like.
+        caches: of some layer, each `[num_blocks, 2, num_kv_heads, block_size, head_dim]`.
+        calls: pieces of these caches; each item is of one call of `attend_compiled_pieces`, without masses.
+        written: caches, where in them the keys and values of some rows belong, all into one block, and these rows.
+        """
+        kernels = loaded()
+        assert kernels is not None
+        self._copy, self._attend = kernels.triforce_rotate, kernels.triforce_attend
+        (num_heads, n, head_dim), num_kv_heads = q.shape, k.shape[0]
+        like = {"dtype": q.dtype, "device": q.device}
+
+        def rows(heads: int) -> Tensor:
+            return torch.empty(n, heads, head_dim, **like).transpose(0, 1)
+
+        self.q, self.out, self.k, self.v = rows(num_heads), rows(num_heads), rows(num_kv_heads), rows(num_kv_heads)
+        """Queries and results `[num_heads, n, head_dim]`, keys and values `[num_kv_heads, n, head_dim]`, of the layer
+        that comes next, or came last."""
+        self._nothing = new_running(q)
+        self._running = torch.empty_like(self._nothing)
+        self._lse = torch.empty(num_heads * n, dtype=torch.float32, device=q.device)
+        places = {id(cache): number for number, cache in enumerate(caches)}
+        self._calls = [self._prepared(pieces, places, scale) for pieces in calls]
+        size, kind = q.element_size(), q.dtype == torch.bfloat16
+        self._copies = []
+        for cache, start, of_rows in written:
+            (block, half, head, row, _), block_size = cache.stride(), cache.shape[3]
+            place = start // block_size * block + start % block_size * row
+            into = head, row, None, num_kv_heads, of_rows.stop - of_rows.start, head_dim, kind
+            for i, x in enumerate((self.k, self.v)):
+                source = x.data_ptr() + of_rows.start * x.stride(1) * size, x.stride(0), x.stride(1), None, None, 0
+                self._copies.append((source, places[id(cache)], (place + i * half) * size, into))
+
+    def _prepared(self, pieces: Sequence[Piece], places: dict[int, int], scale: float) -> _PreparedCall:
+        calls = _calls_of(self.q, pieces, scale=scale, running=self._running, out=self.out, lse=self._lse)
+        array = (AttentionCall * len(calls))(*calls)
+        fields = np.frombuffer(array, dtype=np.int64).reshape(len(calls), -1)
+        bases = [piece.blocks.data_ptr() for piece in pieces]
+        offsets = fields[:, [_K, _V]] - np.array(bases)[:, None]
+        return _PreparedCall(array, fields, np.array([places[id(piece.blocks)] for piece in pieces]), offsets)
+
+    def __call__(self, caches: Sequence[Tensor]) -> Tensor:
+        """Takes `k` and `v` into a layer's caches, and attends the rows of `q`: `out`, until the next call.
+
+        Raises:
+            MemoryError: no memory for the temporaries.
+        """
+        addresses = [cache.data_ptr() for cache in caches]
+        for source, cache, offset, into in self._copies:
+            self._copy(*source, addresses[cache] + offset, *into)
+        self._running.copy_(self._nothing)
+        bases = np.array(addresses)
+        for call in self._calls:
+            call.fields[:, [_K, _V]] = call.offsets + bases[call.caches][:, None]
+            if self._attend(call.array, len(call.array)):
+                raise MemoryError(_NO_MEMORY_FOR_PIECES.format(self.q.shape[1]))
+        return self.out
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """What it keeps."""
+        return self.q, self.k, self.v, self.out, self._nothing, self._running, self._lse
+
+
+@dataclass(slots=True)
+class _PreparedCall:
+    """One call of a `PreparedPieces`."""
+
+    array: Any
+    """The pieces' `AttentionCall`s."""
+    fields: NDArray[np.int64]
+    """The same memory, `[pieces, fields]`."""
+    caches: NDArray[np.int64]
+    """Which cache each is of."""
+    offsets: NDArray[np.int64]
+    """Where keys and values begin, from the cache's address on: `[pieces, 2]`."""
+
+
+_K, _V = (next(i for i, field in enumerate(AttentionCall._fields_) if field[0] == name) for name in "kv")
+
+
 def attend_compiled_pieces(
     q: Tensor, pieces: Sequence[Piece], *, scale: float, running: Tensor, out: Tensor
 ) -> list[Tensor]:
@@ -206,22 +303,43 @@ def attend_compiled_pieces(
     Raises:
         MemoryError: no memory for the temporaries.
     """
+    num_heads = q.shape[0]
+    lse = torch.empty(num_heads * sum(map(_num_rows, pieces)), dtype=torch.float32, device=q.device)
+    calls = _calls_of(q, pieces, scale=scale, running=running, out=out, lse=lse)
+    if call_kernel(_attend(), (AttentionCall * len(calls))(*calls), len(calls)):
+        raise MemoryError(_NO_MEMORY_FOR_PIECES.format(q.shape[1]))
+    lses = lse.split([num_heads * _num_rows(piece) for piece in pieces])
+    return [one.view(num_heads, -1) for one in lses]
+
+
+_NO_MEMORY_FOR_PIECES = "no memory for the temporaries of attention of {} rows"
+
+
+def _num_rows(piece: Piece) -> int:
+    return piece.rows.stop - piece.rows.start
+
+
+def _calls_of(
+    q: Tensor, pieces: Sequence[Piece], *, scale: float, running: Tensor, out: Tensor, lse: Tensor
+) -> list[AttentionCall]:
+    """What the kernel is asked for each piece, see `attend_compiled_pieces`.
+
+    Args: `lse` is room for the log-sum-exps, those of one piece behind those of the other.
+    """
     num_heads, _, head_dim = q.shape
     (q_head, q_row, _), (out_head, out_row, _) = q.stride(), out.stride()
     running_head, running_row = running.stride(0), running.shape[2]  # its rows follow one another
-    q_at, out_at, running_at = q.data_ptr(), out.data_ptr(), running.data_ptr()
+    q_at, out_at, running_at, lse_at = q.data_ptr(), out.data_ptr(), running.data_ptr(), lse.data_ptr()
     size, out_size, kind = q.element_size(), out.element_size(), _TYPES[q.dtype]
     wanted, level = threads(), cpu_level()
     calls: list[AttentionCall] = []
-    lses: list[Tensor] = []
     for piece in pieces:
-        row, n = piece.rows.start, piece.rows.stop - piece.rows.start
+        row, n, mass = piece.rows.start, _num_rows(piece), piece.mass
         _, _, num_kv_heads, block_size, _ = piece.blocks.shape
         block, values, head, token, _ = piece.blocks.stride()
         k = piece.blocks.data_ptr() + (piece.first // block_size * block + piece.first % block_size * token) * size
-        lse, mass = torch.empty(num_heads, n, dtype=torch.float32, device=q.device), piece.mass
         call = AttentionCall(
-            *(q_at + row * q_row * size, k, k + values * size, out_at + row * out_row * out_size, lse.data_ptr()),
+            *(q_at + row * q_row * size, k, k + values * size, out_at + row * out_row * out_size, lse_at),
             *(0 if mass is None else mass.data_ptr(), running_at + row * running_row * 4, running_head),
             *(q_head, q_row, out_head, out_row, out_size == 2),
             *(block, head, token, block, head, token),
@@ -231,10 +349,8 @@ def attend_compiled_pieces(
             *(kind, wanted, level, scale),
         )
         calls.append(call)
-        lses.append(lse)
-    if call_kernel(_attend(), (AttentionCall * len(calls))(*calls), len(calls)):
-        raise MemoryError(f"no memory for the temporaries of attention of {q.shape[1]} rows")
-    return lses
+        lse_at += num_heads * n * 4
+    return calls
 
 
 def sums_mass(mass: Tensor, m: int) -> bool:

@@ -542,9 +542,9 @@ class Run(Iterator[Event]):
         """What a sequence begins with, once its prompt is read."""
         began, sequence, self._reading = self._system.clock(), reading.sequence, None
         token = on_all_ranks(self._target, self._system, reading.first_token)
-        running = sum(one.state in ("running", "reading") for one in self.live)
+        together = [one for one in self.live if one.state in ("running", "reading")]
         self._setup.use_measured_link()
-        self.tiers[0].control.choose_lengths(running)
+        self.tiers[0].control.choose_lengths(len(together), self._setup.filling(together))
         self._agree([sequence], [RoundDecision([token], ends=sequence.is_to_end([token]))])
         sequence.context.append(token)
         now, opened = self._system.clock(), sequence.active
@@ -567,8 +567,10 @@ class Run(Iterator[Event]):
         for sequence in [one for one in running if not one.active.drafts]:
             opened = sequence.active
             fill = partial(opened.fill_drafting_caches, looks_up=self._setup.looks_up, chooses=chooses)
+            began = self._system.clock()
             try:
                 on_all_ranks(self._target, self._system, fill)
+                self._setup.note_filling(self._system.clock() - began)
             except ReadingError as error:
                 if self._alone:
                     raise error.failure from None
@@ -597,7 +599,7 @@ class Run(Iterator[Event]):
             tested.append((counts.proposed - proposed, counts.accepted - accepted))
             due = refresh is not None and refresh.is_due(work, *tested[-1])
             drawn.append(RoundDecision(tokens, due, sequence.is_to_end(tokens)))
-        control.choose_lengths(len(running))
+        control.choose_lengths(len(running), self._setup.filling(running))
         drawn = self._agree(running, drawn)
         device = opened[0].full.blocks.device
         refresh_s = control.after_round = end_round(

@@ -112,6 +112,8 @@ class SequenceSetup:
         """The full cache's tier first, then those below it; none before a sequence was opened."""
         self._drafts: dict[str, DraftTokens] = {}  # that the tiers may choose
         self._begins: dict[str, float] = {}  # seconds of a pass of each that were expected before any; if they adapt
+        self._filling_s = 0.0  # of a sequence's drafting caches: expected, then as measured lately
+        self._filled = False
         self.threads = DecodingThreads(adapts=False)
         """What rounds are computed with; chosen once a sequence was opened."""
 
@@ -252,6 +254,18 @@ class SequenceSetup:
             passing += caches[0].plan.reserve_parts.get("fragmentation", 0) // 2
         return passing + sum(one.still_to_come for one in caches)
 
+    def filling(self, sequences: Sequence[BatchSequence]) -> float:
+        """Seconds that filling the drafting caches of those whose are empty takes, for each token of each that is still
+        to come. Of sequences that run, or will, together."""
+        empty = sum(not one.active.drafts for one in sequences)
+        to_come = sum(one.missing for one in sequences)
+        return empty * self._filling_s * len(sequences) / max(1, to_come)
+
+    def note_filling(self, seconds: float) -> None:
+        """Is told how long the drafting caches of a sequence took to be filled."""
+        self._filling_s = (self._filling_s + seconds) / 2 if self._filled else seconds
+        self._filled = True
+
     def use_measured_link(self) -> None:
         """Has what a verification is expected to take follow from what the link carries, instead of a data sheet, once
         a prompt was read, for which all that streams has crossed it. A card may have fewer lanes than its data sheet
@@ -379,7 +393,8 @@ class SequenceSetup:
             plan = make_plan(replace(plan.request, shared=0))
         lengths = plan if adapts else make_plan(request)
         lengths = replace(lengths, request=replace(lengths.request, sequences=1))
-        costs = PassTimes(lengths, models.hardware()).costs()
+        times = PassTimes(lengths, models.hardware())
+        costs, self._filling_s = times.costs(), self._filling_s or times.filling()
         drafts = {"verify": lengths.verify_draft, "retrieval": lengths.retrieval_draft}
         begins = {name: cost.base + cost.per_row for name, cost in costs.items()}
         # Of one alone little is learnt that holds for the next: it would draft less than it should.

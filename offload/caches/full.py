@@ -281,6 +281,14 @@ class FullCache:
             self.blocks.append(place, start - self.start, k, v)
         self._filled[layer] += k.shape[1]
 
+    def appended(self, layer: int, n: int) -> None:
+        """Says that so many tokens were added to a layer, whose keys and values are in its blocks."""
+        self._filled[layer] += n
+
+    def room_in_block(self) -> int:
+        """How many tokens may come next that belong into a block that holds others already."""
+        return -(self.length - self.start) % self.blocks.block_size
+
     def place(self, layer: int) -> int | None:
         """The layer's place in `blocks`; `None`: it is in `windows`."""
         return self._places[layer]
@@ -325,9 +333,8 @@ class FullCache:
     def steps(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> list[PreparedStep | None] | None:
         """Of each layer what does `append` and `attend_rotated` for rows that are always at the same places, see
         `kernels.attention.prepared_step`; `None` for a layer, or for the whole pass that is prepared: not these."""
-        n, size = q.shape[1], self.blocks.block_size
-        offset = (self._begin - self.start) % size
-        if self.prefix or self.mass_rows_of(n) or not 0 < offset <= size - n:  # at 0, a block is entered
+        n = q.shape[1]
+        if self.prefix or self.mass_rows_of(n) or n > self.room_in_block():
             return None
         if self.blocks.device.type != "cpu" or any(filled != self._begin for filled in self._filled):
             return None

@@ -16,7 +16,18 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor
 
-from ...kernels.attention import Piece, Scratch, attend, attend_pieces, new_running, takes_blocks, takes_joined
+from ...kernels.attention import (
+    Piece,
+    PreparedPieces,
+    Scratch,
+    attend,
+    attend_pieces,
+    new_running,
+    prepared_pieces,
+    takes_blocks,
+    takes_joined,
+)
+from ...kernels.selection import on_cpu
 from ...tp.rope import RopeRows
 from ..held import Held, held_scratch
 from ..transfer.device_blocks import pieces_of
@@ -71,10 +82,12 @@ class SharedAttention:
         """What the rows of the pass that is prepared are rotated by, in the order of the sequences."""
         self._moved: Tensor | None = None  # the rows in that order, where it is another one
         self._back: Tensor | None = None
+        self._step: PreparedPieces | None = None  # of the pass that is prepared, from its first layer on
+        self._may_step = False
 
     def held(self) -> Held:
         """See `offload.held`: beside the caches, for the pass that came last."""
-        given = *self.rotation, self._moved, self._back
+        given = *self.rotation, self._moved, self._back, *(self._step.tensors() if self._step else ())
         yield from (("prefill", tensor) for tensor in given if tensor is not None)
         yield from held_scratch(self._scratch)
         yield from self._shares.held()
@@ -89,7 +102,8 @@ class SharedAttention:
             cache.rope.rows(start, count) for cache, start, count in zip(caches, self._starts, counts, strict=True)
         ]
         self.rotation = tuple(torch.cat(tables) for tables in zip(*turned, strict=True))
-        paths = [self._path(i) for i in range(len(caches))]
+        numbers: dict[FullCache, int] = {}
+        paths = [self._path(i, numbers) for i in range(len(caches))]
         self._order = sorted(range(len(caches)), key=paths.__getitem__)
         device = caches[0].blocks.device
         self._moved = self._back = None
@@ -107,12 +121,18 @@ class SharedAttention:
             stop = holder.spans[-1].stop - cache.start
             cache.blocks.prepare(cache.length - cache.start, own, first_row=first, stop=stop)
             holder.parts = list(_parts_of(holder))
+        enough = all(n <= cache.room_in_block() for cache, n in zip(caches, counts, strict=True))
+        self._step = None
+        self._may_step = enough and self._moved is None and on_cpu(device) and not any(self._mass_rows)
 
-    def _path(self, i: int) -> list[tuple[int, int]]:
-        """Where sequence `i` leaves each cache on its way through the tree: those that part later are neighbours."""
+    def _path(self, i: int, numbers: dict[FullCache, int]) -> list[tuple[int, int]]:
+        """Where sequence `i` leaves each cache on its way through the tree: those that part later are neighbours.
+
+        Args: `numbers` of the caches that came so far, in their order: sequences stay in theirs where that does.
+        """
         holders = self._caches[i].holders
         stops = [holder.start for holder in holders[1:]] + [self._starts[i] + self._counts[i]]
-        return [(id(holder), -stop) for holder, stop in zip(holders, stops, strict=True)]
+        return [(numbers.setdefault(holder, len(numbers)), -stop) for holder, stop in zip(holders, stops, strict=True)]
 
     def _find_spans(self) -> list[_AttendedCache]:
         """The caches to attend to, earlier positions first, and who attends to what of each."""
@@ -137,6 +157,57 @@ class SharedAttention:
                 first = stop
             found.append(holder)
         return found
+
+    def step(self, layer: int, q: Tensor, k: Tensor) -> PreparedPieces | None:
+        """What `take_step` takes rows like these with: it wants their rotated queries and keys, and their values, at
+        places of its own; `None` where `attend` has to."""
+        caches = self._layer_blocks(layer) if self._may_step else None
+        if caches is None or self._caches[0].config.sliding_window(layer) is not None:
+            return None
+        if self._step is None:
+            self._step = self._prepared(q, k, caches)
+            self._may_step = self._step is not None
+        return self._step
+
+    def _prepared(self, q: Tensor, k: Tensor, blocks: list[Tensor]) -> PreparedPieces | None:
+        """See `step`. Args: `blocks` are those of each holder in some layer."""
+        if any(cache.collector for cache in self._caches):
+            return None
+        calls: list[list[Piece]] = [[]]
+        for holder, together in zip(self._holders, blocks, strict=True):
+            for span, first, m in holder.parts:
+                ((rows, diagonal, _),) = self._seeing(span, holder.cache.start + first, m, None)
+                if calls[-1] and rows.start < calls[-1][-1].rows.stop:
+                    calls.append([])
+                calls[-1].append(Piece(rows, together, first, m, m if diagonal is None else diagonal))
+        blocks_of = {holder.cache: together for holder, together in zip(self._holders, blocks, strict=True)}
+        starts = zip(self._caches, self._starts, self.rows, strict=True)
+        written = [(blocks_of[cache], start - cache.start, rows) for cache, start, rows in starts]
+        return prepared_pieces(q, k, blocks, calls, written, scale=self._scale)
+
+    def _layer_blocks(self, layer: int) -> list[Tensor] | None:
+        """Of each holder all blocks of a layer, where they lie together."""
+        place = self._caches[0].place(layer)
+        if place is None:
+            return None
+        found = [holder.cache.blocks.at_once(place) for holder in self._holders]
+        together = [blocks for blocks in found if blocks is not None]
+        return together if len(together) == len(found) else None
+
+    def take_step(self, layer: int, step: PreparedPieces) -> Tensor:
+        """Appends the keys and values of a step to a layer, and attends to these and all before: what `attend` gives,
+        until the next layer's."""
+        began, blocks = time.perf_counter(), self._layer_blocks(layer)
+        assert blocks is not None
+        out = step(blocks)
+        for cache, count in zip(self._caches, self._counts, strict=True):
+            cache.appended(layer, count)
+        read = [holder.cache.reads.num_bytes for holder in self._holders]
+        for holder in self._holders:
+            for span, first, m in holder.parts:
+                holder.cache.count_read(min(m, span.stop - holder.cache.start - first))
+        self._count_seconds(began, read)
+        return out
 
     def attend(self, layer: int, q: Tensor) -> Tensor:
         """Attention of rotated queries, in the order of the sequences, to what was appended last and all before it."""
@@ -168,12 +239,16 @@ class SharedAttention:
         if self._back is not None:
             out = out.index_select(1, self._back)
         if out.device.type == "cpu":
-            spent = time.perf_counter() - began
-            shares = [holder.cache.reads.num_bytes - before for holder, before in zip(self._holders, read, strict=True)]
-            whole = max(1, sum(shares))
-            for holder, share in zip(self._holders, shares, strict=True):
-                holder.cache.reads.seconds += spent * share / whole
+            self._count_seconds(began, read)
         return out
+
+    def _count_seconds(self, began: float, read: Sequence[int]) -> None:
+        """Counts the time since `began` as that of reading. Args: `read` are the bytes of each holder before."""
+        spent = time.perf_counter() - began
+        shares = [holder.cache.reads.num_bytes - before for holder, before in zip(self._holders, read, strict=True)]
+        whole = max(1, sum(shares))
+        for holder, share in zip(self._holders, shares, strict=True):
+            holder.cache.reads.seconds += spent * share / whole
 
     def _pieces(
         self, holder: _AttendedCache, layer: int, q: Tensor, window: int | None

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ...kernels.delta_rule import DeltaWeights
+from ...kernels.layers import copy_rows
 from ...tp.decoder import Cache
 from ...tp.rope import RopeRows
 from ..held import Held
@@ -93,6 +94,11 @@ class JoinedFullCache(JoinedCache):
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         rope, rotation = self._caches[0].rope, self.rotation()
+        if step := self._attention.step(layer, q, k):
+            rope.rotate(layer, q, rotation, out=step.q)
+            rope.rotate(layer, k, rotation, out=step.k)
+            copy_rows(v, step.v)
+            return self._attention.take_step(layer, step)
         q = rope.rotate(layer, q, rotation)
         self.append(layer, rope.rotate(layer, k, rotation), v)
         return self.attend_rotated(layer, q)

@@ -21,6 +21,7 @@ from typing import Protocol
 
 import torch
 
+from ..caches.streaming import streaming_prefill
 from ..speculation.lengths import LOOKUP_SECONDS, Acceptance, PassCost, expected_tokens, fastest_length
 from .cards import DISK_BANDWIDTH, Card, card_named
 from .request import RunRequest
@@ -228,6 +229,18 @@ class PassTimes:
         read = float(matrices.bytes_of_a_pass(request.dtype))
         read += request.sequences * DRAFT_TOKENS * draft.kv_bytes_per_token(request.dtype)
         return self.hardware.draft_step_seconds(read, draft.num_layers)
+
+    def filling(self) -> float:
+        """Filling a sequence's drafting caches: the draft model's with the last tokens, the retrieval cache by
+        copies."""
+        request, draft, matrices = self.plan.request, self.plan.request.small, self.plan.request.small_matrices
+        copied = 2.0 * self.plan.budget * request.token_bytes
+        found = self.hardware.pass_seconds(copied, 0.0, request.target.num_layers, 1)
+        if draft and matrices:
+            rows = streaming_prefill(draft.num_layers)
+            work = matrices.bytes_of_a_pass(request.dtype, rows), 2.0 * rows * matrices.numbers_of_a_row
+            found += self.hardware.pass_seconds(*work, draft.num_layers, 1)
+        return found
 
     def _target(self, rows: int, kv_tokens: int, kv_read: int) -> float:
         request = self.plan.request

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import torch
 
@@ -117,17 +117,17 @@ class RunRequest:
         Raises:
             UsageError: so many ranks cannot share the model's heads.
         """
-        return Split.of(self.target, Ranks(self.gpus - 1, self.gpus, self.gpus))
+        return _rank_of(self.target, self.gpus)[0]
 
     @cached_property
     def part(self) -> ModelConfig:
         """See `split`."""
-        return self.split.config(self.target)
+        return _rank_of(self.target, self.gpus)[1]
 
     @cached_property
     def matrices(self) -> ModelMatrices:
         """What a rank holds of the target's weights."""
-        return ModelMatrices.of(self.target, self.split)
+        return _rank_of(self.target, self.gpus)[2]
 
     @cached_property
     def small(self) -> ModelConfig | None:
@@ -140,7 +140,9 @@ class RunRequest:
     def small_matrices(self) -> ModelMatrices | None:
         """What a rank holds of the draft model's weights, where three tiers run."""
         draft = self.draft if self.settings.tiers == 3 else None
-        return draft and ModelMatrices.of(draft, self.split if draft.is_head else None)
+        if draft is None or draft.is_head:
+            return draft and ModelMatrices.of(draft, self.split)
+        return _rank_of(draft, 1)[2]
 
     def packs(self, *, on_disk: bool) -> bool:
         """Whether blocks that stream are packed: by themselves where kernels do it, and blocks have a link or a disk to
@@ -161,3 +163,11 @@ class RunRequest:
     def layer_token_bytes(self) -> int:
         """The same in one layer."""
         return self.part.kv_bytes_per_token(self.dtype) // self.part.kv_layers
+
+
+@lru_cache(maxsize=16)
+def _rank_of(config: ModelConfig, gpus: int) -> tuple[Split, ModelConfig, ModelMatrices]:
+    """The last of so many ranks: its part of a model, and what it holds of the weights. A run is planned several times
+    for each of its sequences, of the same models."""
+    split = Split.of(config, Ranks(gpus - 1, gpus, gpus))
+    return split, split.config(config), ModelMatrices.of(config, split)

@@ -157,10 +157,13 @@ class DraftControl:
 
     # What is decided.
 
-    def choose_lengths(self, batch: int = 1) -> float:
+    def choose_lengths(self, batch: int = 1, filling: float = 0.0) -> float:
         """Decides how many tokens are drafted for this tier and those below, for `batch` sequences, and where drafts
         end, by what is expected to be fastest, unless that is fixed; returns the seconds per token of each sequence
-        that are expected of this tier."""
+        that are expected of this tier.
+
+        Args: `filling`: see `StepCost`.
+        """
         if self.lower is None or self._rests(batch):
             return self.cost.seconds(batch)
         draft_seconds = self.lower.choose_lengths(batch)
@@ -169,7 +172,7 @@ class DraftControl:
         most = most if self.fixed is not None else min(self.longest, most)
         self.asked_next = self.most_asked = None
         self.least_chance = 0.0
-        step = StepCost(self.cost, draft_seconds, self.acceptance.rate, batch)
+        step = StepCost(self.cost, draft_seconds, self.acceptance.rate, batch, filling=filling)
         if self.fixed is not None:
             self.draft_tokens = min(self.fixed, most)
             seconds = step.best(0, min(self.longest, most))[1]

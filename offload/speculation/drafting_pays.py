@@ -39,6 +39,10 @@ KEEP, MARGIN = 0.98, 0.95
 that stopped begins again at the second. What is expected is not that exact, and nothing is lost where hardly any time
 would be gained."""
 
+_FILLED = 0.1
+"""Caches of those that draft are filled for a try alone where that takes at most this share of the time that the tokens
+to come take without drafts."""
+
 _UNFORESEEN = 0.02
 """Share of a token's time that a probe is taken to lose at least."""
 
@@ -139,19 +143,21 @@ class DraftingPays:
         known_plain = self._plain_batch == step.batch and self._plain.count >= _ENOUGH
         on = seconds < plain * (KEEP if self.on else MARGIN)
         best = min(seconds, plain)
+        too_short = not on and step.filling > _FILLED * plain  # for a try
         if self._written < LEARNING:
             self.on = on
             tried = self._plain.count if self._plain_batch == step.batch else 0
-            other = self._learns(tried, plain / seconds, seconds / plain)
+            other = False if too_short else self._learns(tried, plain / seconds, seconds / plain)
             if other is not None:
                 return (tokens if on else 0), best, None if other == on else tokens if other else 0
-        if on != self.on and (on or self._ratio.count >= _ENOUGH or best * _HOPELESS < seconds):
+        known_drafted = self._ratio.count >= _ENOUGH or best * _HOPELESS < seconds
+        if on != self.on and (on or known_drafted or too_short):
             self.on, self._interval, self._since = on, PROBE_EVERY, 0
         if self.on:
             lost, due = plain - seconds, self._since >= (self._interval if known_plain else 1)
         else:
             lost = max((seconds - plain) * expected_tokens(step.rate, tokens), self._lost / 2)
-            due = self._since >= self._interval
+            due = self._since >= self._interval and not too_short
         self._price = lost = max(lost, _UNFORESEEN * best)
         self._allowance = min(self._allowance, 2 * max(lost, best))
         current, other = (tokens, 0) if self.on else (0, tokens)

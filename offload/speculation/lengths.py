@@ -141,6 +141,9 @@ class StepCost:
     drafted: float = 1.0
     """Share of the steps for which tokens are drafted when they are asked for: a text that is looked up has not always
     occurred before."""
+    filling: float = 0.0
+    """What filling the caches of those that draft takes, where they are empty, for each token of each sequence that is
+    still to come."""
 
     @property
     def without(self) -> float:
@@ -157,7 +160,7 @@ class StepCost:
             return self.without
         with_draft = self.scale * self.expected(tokens) + self.overhead
         step = self.drafted * with_draft + (1 - self.drafted) * self.without
-        return step / (self.drafted * expected_tokens(self.rate, tokens) + 1 - self.drafted)
+        return step / (self.drafted * expected_tokens(self.rate, tokens) + 1 - self.drafted) + self.filling
 
     def best(self, least: int, most: int) -> tuple[int, float]:
         """The number of draft tokens from `least` to `most` that gives the fewest seconds per token, and these.
