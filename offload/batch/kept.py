@@ -360,12 +360,14 @@ class KeptCache:
     def _spare(self, text: KnownText | None) -> list[KnownText]:
         """The caches that are not needed, the one used last the latest: not of `text`, nor of who builds on it."""
         needed = [one for one in self._texts if one.in_use or one is text]
-        return [one for one in self._texts if one not in needed and not any(other.builds_on(one) for other in needed)]
+        holders = {holder for one in needed for holder in one.full.holders}
+        return [one for one in self._texts if one.full not in holders]
 
     def _oldest(self, text: KnownText | None) -> KnownText | None:
         """Of those that are spare the one that is to go first: nobody builds on it."""
         spare = self._spare(text)
-        return next((one for one in spare if not any(other.builds_on(one) for other in spare)), None)
+        built_on = {holder for one in spare for holder in one.full.holders[:-1]}
+        return next((one for one in spare if one.full not in built_on), None)
 
     def _make_way(self, request: RunRequest, text: KnownText | None, *, beside: bool) -> KnownText | None:
         """Drops caches that are not needed, the one used last the latest, until the others do not change whether such a
@@ -536,7 +538,8 @@ class KeptCache:
         blocks = [cache.blocks for cache in given_back]
         on_host = self._system.device_memory(decoder.device) is None
         untouched = sum(one.footprint.untouched for one in blocks) if on_host else 0
-        others = [one for one in self._made if one not in given_back]
+        limited = request.settings.host_memory is not None
+        others = [one for one in self._made if one not in given_back] if limited else []
         return plan_here(
             request,
             decoder.device,
@@ -596,9 +599,16 @@ def common_length(some: list[int], others: list[int], known: int = 0) -> int:
     """How many tokens both begin with, of which the first ones are `known` to be alike."""
     shortest = min(len(some), len(others))
     for first in range(known, shortest, _COMPARED):
-        piece = slice(first, min(first + _COMPARED, shortest))
-        if some[piece] != others[piece]:
-            return first + next(i for i, (a, b) in enumerate(zip(some[piece], others[piece], strict=True)) if a != b)
+        stop = min(first + _COMPARED, shortest)
+        if some[first:stop] == others[first:stop]:
+            continue
+        while stop - first > 1:  # the first one that differs is among these
+            middle = (first + stop) // 2
+            if some[first:middle] == others[first:middle]:
+                first = middle  # noqa: PLW2901
+            else:
+                stop = middle
+        return first
     return shortest
 
 

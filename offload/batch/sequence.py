@@ -92,8 +92,9 @@ class ActiveSequence(TokenSequence):
     @property
     def still_to_come(self) -> int:
         """Bytes that it may take on the device and keep, from its first rounds on, of those that are planned."""
-        held, plan = bytes_by_part(self.held()), self.plan
+        plan = self.plan
         parts = {"retrieval": plan.retrieval, "mass": plan.mass, "scratch": plan.scratch}
+        held = bytes_by_part(one for one in self.held() if one[0] in parts)
         return sum(max(0, size // plan.request.sequences - held.get(part, 0)) for part, size in parts.items())
 
 

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from contextlib import closing
 from hashlib import blake2b
+from weakref import WeakSet
 
 from ....offload import Engine
 from ....offload.contexts.manifest import ContextError
@@ -73,6 +74,7 @@ class Answering:
         """Whether it broke off where other ranks, if there are any, go on."""
         self.failed = False
         """Whether the engine has failed for good."""
+        self._written: WeakSet[Task] = WeakSet()  # what the round under way has brought tokens to so far
         self._in_doubt = False  # whether it works
         self._checking = False  # and nothing else begins meanwhile
 
@@ -107,6 +109,7 @@ class Answering:
                             self._fail(event.task.owner, why)
                         continue
                     self._judge(event)
+                    looks = self._begins_round(event)
                     if event and (event.task.owner.abandoned or isinstance(event.task.owner, Check)):
                         event = None
                     if isinstance(event, Written):
@@ -115,10 +118,11 @@ class Answering:
                         self._send_end(event.task)
                     elif isinstance(event, Failed):
                         self._fail(event.task.owner, event.error)
-                    for task in self._tasks:
-                        if task.owner.abandoned:
-                            session.end(task)
-                    self._count_traffic(session)
+                    if looks:
+                        for task in self._tasks:
+                            if task.owner.abandoned:
+                                session.end(task)
+                        self._count_traffic(session)
             self._fail_all(
                 self._cut_by() or BodyError("the run ended before the answer", code="not_answered", status=500)
             )
@@ -131,6 +135,16 @@ class Answering:
         finally:
             self.broken = session.broken
             self._count_traffic(session)
+
+    def _begins_round(self, event: Event) -> bool:
+        """Whether an event is the first one of a round, or stands for slices of a prefill."""
+        if not isinstance(event, Written):
+            return event is None
+        begins = event.task in self._written
+        if begins:
+            self._written.clear()
+        self._written.add(event.task)
+        return begins
 
     def _count_traffic(self, session: Session) -> None:
         if session.run:
