@@ -186,7 +186,7 @@ class DraftControl:
                 self.draft_tokens, self._last_drafted = min(1, most), self.counts.passes
                 return seconds
         if self.draft_tokens and self.lower.ends_early(self.draft_tokens):
-            by_costs = 0.0 if self.fixed is not None else step.least_chance(self.draft_tokens, seconds)
+            by_costs = 0.0 if self.fixed is not None else step.least_chance(self.draft_tokens, seconds - filling)
             self.least_chance = by_costs if self.early_end is None else self.early_end
         if self.least_chance and self.fixed is None:
             self.most_asked = most
