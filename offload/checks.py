@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -24,10 +25,12 @@ def checked_prompt(prompt_ids: Sequence[int] | Tensor, config: ModelConfig, max_
         UsageError: no token, one outside the vocabulary, or an impossible length.
         CapacityError: see `check_context`.
     """
+    bounds: tuple[int, int] | None = None
     if isinstance(prompt_ids, list) and set(map(type, prompt_ids)) <= {int}:
         prompt = list(prompt_ids)  # a tensor of many thousands takes several milliseconds
     elif isinstance(prompt_ids, array) and prompt_ids.typecode in _WHOLE:
-        prompt = prompt_ids.tolist()  # likewise
+        prompt, ids = prompt_ids.tolist(), np.array(prompt_ids, copy=False)  # likewise
+        bounds = (int(ids.min()), int(ids.max())) if prompt else None
     else:
         ids = torch.as_tensor(prompt_ids)
         if ids.dim() != 1 or (len(ids) and (ids.is_floating_point() or ids.dtype == torch.bool)):
@@ -37,7 +40,8 @@ def checked_prompt(prompt_ids: Sequence[int] | Tensor, config: ModelConfig, max_
         prompt = ids.tolist()
     if not prompt:
         raise UsageError("the prompt is empty; generation needs at least one token")
-    if min(prompt) < 0 or max(prompt) >= config.vocab_size:
+    least, most = bounds or (min(prompt), max(prompt))
+    if least < 0 or most >= config.vocab_size:
         unknown = next(token for token in prompt if not 0 <= token < config.vocab_size)
         raise UsageError(f"the prompt holds token {unknown}; {config.name} knows 0 to {config.vocab_size - 1}")
     if max_new_tokens < 1:

@@ -147,7 +147,8 @@ class DraftingPays:
         if self._written < LEARNING:
             self.on = on
             tried = self._plain.count if self._plain_batch == step.batch else 0
-            other = False if too_short else self._learns(tried, plain / seconds, seconds / plain)
+            drafted = seconds - step.filling
+            other = False if too_short else self._learns(tried, plain / drafted, drafted / plain)
             if other is not None:
                 return (tokens if on else 0), best, None if other == on else tokens if other else 0
         known_drafted = self._ratio.count >= _ENOUGH or best * _HOPELESS < seconds
