@@ -26,6 +26,7 @@ from .cpu.attention import (
     Piece,
     PreparedPieces,
     PreparedStep,
+    StepPiece,
     attend_compiled,
     attend_compiled_pieces,
     compiled_attention,
@@ -45,6 +46,7 @@ __all__ = [
     "PreparedPieces",
     "PreparedStep",
     "Scratch",
+    "StepPiece",
     "accumulates",
     "attend",
     "attend_blocks",
@@ -232,16 +234,21 @@ def prepared_step(
 def prepared_pieces(
     q: Tensor,
     k: Tensor,
-    caches: Sequence[Tensor],
-    calls: Sequence[Sequence[Piece]],
-    written: Sequence[tuple[Tensor, int, slice]],
+    caches: Sequence[tuple[Tensor, Tensor]],
+    calls: Sequence[Sequence[StepPiece]],
+    written: Sequence[tuple[int, int, slice]],
     *,
     scale: float,
 ) -> PreparedPieces | None:
-    """What writes the rows of a step into blocked caches and does what these calls of `attend_pieces` do, for one layer
-    after another, see `PreparedPieces`; `None` where the compiled kernels do not compute that."""
-    if q.shape[1] > STEP_ROWS or k.dtype != q.dtype or not all(takes_blocks(q, cache) for cache in caches):
+    """What writes the rows of a step into the caches of several sequences and attends to them, each row as `attend`
+    does that, for one layer after another: see `PreparedPieces`. `None` where the compiled kernels do not compute
+    that."""
+    if q.shape[1] > STEP_ROWS or k.dtype != q.dtype or q.device.type != "cpu":
         return None
+    for keys, values in caches:
+        whole = keys.dim() == 3 or keys.shape[2] % TILE == 0
+        if not whole or _backend_of(q, False, has_plain_rows(q, keys, values)) != "compiled":
+            return None
     return PreparedPieces(q, k, caches, calls, written, scale)
 
 

@@ -191,6 +191,21 @@ class Piece:
     """Of all these rows, see `attend`; contiguous float32, see `sums_mass`."""
 
 
+@dataclass(slots=True)
+class StepPiece:
+    """Some rows of a step, and keys of a cache that they attend to."""
+
+    rows: slice
+    cache: int
+    """The number of the cache among those of the step."""
+    first: int
+    """See `Piece`."""
+    m: int
+    """The number of keys."""
+    diagonal: int
+    """See `attend`, counted from `first`."""
+
+
 class PreparedPieces:
     """Writes the keys and values of a step's rows into the caches of several sequences, and attends to pieces of these
     caches, for one layer after another: a layer's caches are at addresses of their own, and all else is as in the layer
@@ -200,16 +215,19 @@ class PreparedPieces:
         self,
         q: Tensor,
         k: Tensor,
-        caches: Sequence[Tensor],
-        calls: Sequence[Sequence[Piece]],
-        written: Sequence[tuple[Tensor, int, slice]],
+        caches: Sequence[tuple[Tensor, Tensor]],
+        calls: Sequence[Sequence[StepPiece]],
+        written: Sequence[tuple[int, int, slice]],
         scale: float,
     ) -> None:
         """Args:
         q, k: `[num_heads, n, head_dim]` and `[num_kv_heads, n, head_dim]`; what all layers' rows are like.
-        caches: of some layer, each `[num_blocks, 2, num_kv_heads, block_size, head_dim]`.
-        calls: pieces of these caches; each item is of one call of `attend_compiled_pieces`, without masses.
-        written: caches, where in them the keys and values of some rows belong, all into one block, and these rows.
+        caches: keys and values of some layer, both `[num_kv_heads, room, head_dim]`, or in blocks
+            `[num_blocks, num_kv_heads, block_size, head_dim]`.
+        calls: pieces of these caches; each item is of one call of the kernel, in which no two have a row in common.
+            Later ones go on from earlier ones.
+        written: the number of a cache, where in it the keys and values of some rows belong, all into one block, and
+            these rows.
         """
         kernels = loaded()
         assert kernels is not None
@@ -223,49 +241,59 @@ class PreparedPieces:
         self.q, self.out, self.k, self.v = rows(num_heads), rows(num_heads), rows(num_kv_heads), rows(num_kv_heads)
         """Queries and results `[num_heads, n, head_dim]`, keys and values `[num_kv_heads, n, head_dim]`, of the layer
         that comes next, or came last."""
-        self._nothing = new_running(q)
-        self._running = torch.empty_like(self._nothing)
+        self._nothing = new_running(q) if len(calls) > 1 else None
+        self._running = None if self._nothing is None else torch.empty_like(self._nothing)
         self._lse = torch.empty(num_heads * n, dtype=torch.float32, device=q.device)
-        places = {id(cache): number for number, cache in enumerate(caches)}
-        self._calls = [self._prepared(pieces, places, scale) for pieces in calls]
+        self._calls = [self._prepared(pieces, caches, scale) for pieces in calls]
         size, kind = q.element_size(), q.dtype == torch.bfloat16
         self._copies = []
-        for cache, start, of_rows in written:
-            (block, half, head, row, _), block_size = cache.stride(), cache.shape[3]
-            place = start // block_size * block + start % block_size * row
-            into = head, row, None, num_kv_heads, of_rows.stop - of_rows.start, head_dim, kind
-            for i, x in enumerate((self.k, self.v)):
+        for number, start, of_rows in written:
+            for i, (x, cache) in enumerate(zip((self.k, self.v), caches[number], strict=True)):
                 source = x.data_ptr() + of_rows.start * x.stride(1) * size, x.stride(0), x.stride(1), None, None, 0
-                self._copies.append((source, places[id(cache)], (place + i * half) * size, into))
+                into = cache.stride(-3), cache.stride(-2), None, num_kv_heads, of_rows.stop - of_rows.start, head_dim
+                self._copies.append((source, 2 * number + i, _offset(cache, start), (*into, kind)))
 
-    def _prepared(self, pieces: Sequence[Piece], places: dict[int, int], scale: float) -> _PreparedCall:
-        calls = _calls_of(self.q, pieces, scale=scale, running=self._running, out=self.out, lse=self._lse)
-        array = (AttentionCall * len(calls))(*calls)
-        fields = np.frombuffer(array, dtype=np.int64).reshape(len(calls), -1)
-        bases = [piece.blocks.data_ptr() for piece in pieces]
-        offsets = fields[:, [_K, _V]] - np.array(bases)[:, None]
-        return _PreparedCall(array, fields, np.array([places[id(piece.blocks)] for piece in pieces]), offsets)
+    def _prepared(
+        self, pieces: Sequence[StepPiece], caches: Sequence[tuple[Tensor, Tensor]], scale: float
+    ) -> _PreparedCall:
+        array, lse_at = (AttentionCall * len(pieces))(), self._lse.data_ptr()
+        offsets = np.empty((len(pieces), 2), dtype=np.int64)
+        for i, piece in enumerate(pieces):
+            k, v = caches[piece.cache]
+            call = _call_for(self.q[:, piece.rows], k, v, self.out[:, piece.rows], self._lse, scale)
+            call.lse, call.m, call.diagonal, call.threads = lse_at, piece.m, piece.diagonal, threads()
+            if self._running is not None:
+                call.running = self._running[:, piece.rows].data_ptr()
+                call.running_head = self._running.stride(0)
+            lse_at += 4 * call.num_heads * call.n
+            array[i], offsets[i] = call, (_offset(k, piece.first), _offset(v, piece.first))
+        fields = np.frombuffer(array, dtype=np.int64).reshape(len(pieces), -1)
+        numbers = np.array([[2 * piece.cache, 2 * piece.cache + 1] for piece in pieces])
+        return _PreparedCall(array, fields, numbers, offsets)
 
-    def __call__(self, caches: Sequence[Tensor]) -> Tensor:
+    def __call__(self, addresses: Sequence[int]) -> Tensor:
         """Takes `k` and `v` into a layer's caches, and attends the rows of `q`: `out`, until the next call.
+
+        Args: `addresses` of the layer's caches: of the first one's keys and values, of the second one's, and so on.
 
         Raises:
             MemoryError: no memory for the temporaries.
         """
-        addresses = [cache.data_ptr() for cache in caches]
-        for source, cache, offset, into in self._copies:
-            self._copy(*source, addresses[cache] + offset, *into)
-        self._running.copy_(self._nothing)
-        bases = np.array(addresses)
+        for source, number, offset, into in self._copies:
+            self._copy(*source, addresses[number] + offset, *into)
+        if self._running is not None and self._nothing is not None:
+            self._running.copy_(self._nothing)
+        places = np.array(addresses)
         for call in self._calls:
-            call.fields[:, [_K, _V]] = call.offsets + bases[call.caches][:, None]
+            call.fields[:, [_K, _V]] = call.offsets + places[call.numbers]
             if self._attend(call.array, len(call.array)):
                 raise MemoryError(_NO_MEMORY_FOR_PIECES.format(self.q.shape[1]))
         return self.out
 
     def tensors(self) -> tuple[Tensor, ...]:
         """What it keeps."""
-        return self.q, self.k, self.v, self.out, self._nothing, self._running, self._lse
+        running = () if self._running is None or self._nothing is None else (self._running, self._nothing)
+        return self.q, self.k, self.v, self.out, self._lse, *running
 
 
 @dataclass(slots=True)
@@ -276,13 +304,19 @@ class _PreparedCall:
     """The pieces' `AttentionCall`s."""
     fields: NDArray[np.int64]
     """The same memory, `[pieces, fields]`."""
-    caches: NDArray[np.int64]
-    """Which cache each is of."""
+    numbers: NDArray[np.int64]
+    """Among all addresses, those of the piece's keys and values: `[pieces, 2]`."""
     offsets: NDArray[np.int64]
-    """Where keys and values begin, from the cache's address on: `[pieces, 2]`."""
+    """Where these begin, from there on, in bytes: `[pieces, 2]`."""
 
 
 _K, _V = (next(i for i, field in enumerate(AttentionCall._fields_) if field[0] == name) for name in "kv")
+
+
+def _offset(cache: Tensor, token: int) -> int:
+    """Bytes from the beginning of keys or values, as `PreparedPieces` has them, to those of a token."""
+    block, token = divmod(token, cache.shape[-2])
+    return (block * cache.stride(0) * (cache.dim() == 4) + token * cache.stride(-2)) * cache.element_size()
 
 
 def attend_compiled_pieces(
@@ -303,43 +337,22 @@ def attend_compiled_pieces(
     Raises:
         MemoryError: no memory for the temporaries.
     """
-    num_heads = q.shape[0]
-    lse = torch.empty(num_heads * sum(map(_num_rows, pieces)), dtype=torch.float32, device=q.device)
-    calls = _calls_of(q, pieces, scale=scale, running=running, out=out, lse=lse)
-    if call_kernel(_attend(), (AttentionCall * len(calls))(*calls), len(calls)):
-        raise MemoryError(_NO_MEMORY_FOR_PIECES.format(q.shape[1]))
-    lses = lse.split([num_heads * _num_rows(piece) for piece in pieces])
-    return [one.view(num_heads, -1) for one in lses]
-
-
-_NO_MEMORY_FOR_PIECES = "no memory for the temporaries of attention of {} rows"
-
-
-def _num_rows(piece: Piece) -> int:
-    return piece.rows.stop - piece.rows.start
-
-
-def _calls_of(
-    q: Tensor, pieces: Sequence[Piece], *, scale: float, running: Tensor, out: Tensor, lse: Tensor
-) -> list[AttentionCall]:
-    """What the kernel is asked for each piece, see `attend_compiled_pieces`.
-
-    Args: `lse` is room for the log-sum-exps, those of one piece behind those of the other.
-    """
     num_heads, _, head_dim = q.shape
     (q_head, q_row, _), (out_head, out_row, _) = q.stride(), out.stride()
     running_head, running_row = running.stride(0), running.shape[2]  # its rows follow one another
-    q_at, out_at, running_at, lse_at = q.data_ptr(), out.data_ptr(), running.data_ptr(), lse.data_ptr()
+    q_at, out_at, running_at = q.data_ptr(), out.data_ptr(), running.data_ptr()
     size, out_size, kind = q.element_size(), out.element_size(), _TYPES[q.dtype]
     wanted, level = threads(), cpu_level()
     calls: list[AttentionCall] = []
+    lses: list[Tensor] = []
     for piece in pieces:
-        row, n, mass = piece.rows.start, _num_rows(piece), piece.mass
+        row, n = piece.rows.start, piece.rows.stop - piece.rows.start
         _, _, num_kv_heads, block_size, _ = piece.blocks.shape
         block, values, head, token, _ = piece.blocks.stride()
         k = piece.blocks.data_ptr() + (piece.first // block_size * block + piece.first % block_size * token) * size
+        lse, mass = torch.empty(num_heads, n, dtype=torch.float32, device=q.device), piece.mass
         call = AttentionCall(
-            *(q_at + row * q_row * size, k, k + values * size, out_at + row * out_row * out_size, lse_at),
+            *(q_at + row * q_row * size, k, k + values * size, out_at + row * out_row * out_size, lse.data_ptr()),
             *(0 if mass is None else mass.data_ptr(), running_at + row * running_row * 4, running_head),
             *(q_head, q_row, out_head, out_row, out_size == 2),
             *(block, head, token, block, head, token),
@@ -349,8 +362,13 @@ def _calls_of(
             *(kind, wanted, level, scale),
         )
         calls.append(call)
-        lse_at += num_heads * n * 4
-    return calls
+        lses.append(lse)
+    if call_kernel(_attend(), (AttentionCall * len(calls))(*calls), len(calls)):
+        raise MemoryError(_NO_MEMORY_FOR_PIECES.format(q.shape[1]))
+    return lses
+
+
+_NO_MEMORY_FOR_PIECES = "no memory for the temporaries of attention of {} rows"
 
 
 def sums_mass(mass: Tensor, m: int) -> bool:

@@ -68,7 +68,7 @@ class RetrievalCache:
         self.chunk_size = chunk_size
         self.max_chunks = max(1, budget // chunk_size)
         self._tail, self._headroom = tail, headroom
-        self._rope = rope
+        self.rope = rope
         self._scale = source.config.attention_scale
         self._scratch = Scratch()
         self._states: States | None = None  # from the first choice on, if `source` has any
@@ -140,9 +140,9 @@ class RetrievalCache:
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         start, n = self._filled[layer], q.shape[1]
         at = self.at or self._slots_from(start)
-        q = self._rope.rotate(layer, q, at.rotation)
+        q = self.rope.rotate(layer, q, at.rotation)
         keys, values = self._buffers[layer]
-        at.put(keys, k, self._rope.angles(layer, at.rotation, n))
+        at.put(keys, k, self.rope.angles(layer, at.rotation, n))
         at.put(values, v)
         self._filled[layer] = start + n
         window = self.source.config.sliding_window(layer)  # two slots are never further apart than their positions
@@ -159,6 +159,23 @@ class RetrievalCache:
             scratch=scratch,
             rounded=True,
         )[0]
+
+    def buffers(self, layer: int) -> tuple[Tensor, Tensor]:
+        """A layer's keys and values, `[num_kv_heads, room, head_dim]`."""
+        return self._buffers[layer]
+
+    def slot(self, n: int) -> int | None:
+        """The slot of the first of the next `n` tokens, where a pass over them attends to all slots before their own in
+        every layer; else `None`. Comes after `prepare`."""
+        slot = self._slots_from(self.length).slot
+        windows = self.source.config.sliding_windows
+        if not isinstance(slot, int) or self.at or any(window and window < slot + n for window in windows):
+            return None
+        return slot
+
+    def appended(self, layer: int, n: int) -> None:
+        """Says that so many tokens were added to a layer."""
+        self._filled[layer] += n
 
     def rollback(self, length: int) -> None:
         """Forgets tokens from `length` on. If that reaches into the chunks, `refresh` must come before `attend`."""

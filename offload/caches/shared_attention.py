@@ -20,6 +20,7 @@ from ...kernels.attention import (
     Piece,
     PreparedPieces,
     Scratch,
+    StepPiece,
     attend,
     attend_pieces,
     new_running,
@@ -27,8 +28,9 @@ from ...kernels.attention import (
     takes_blocks,
     takes_joined,
 )
+from ...kernels.layers import copy_rows
 from ...kernels.selection import on_cpu
-from ...tp.rope import RopeRows
+from ...tp.rope import Rope, RopeRows
 from ..held import Held, held_scratch
 from ..transfer.device_blocks import pieces_of
 from .full import FullCache
@@ -83,6 +85,7 @@ class SharedAttention:
         self._moved: Tensor | None = None  # the rows in that order, where it is another one
         self._back: Tensor | None = None
         self._step: PreparedPieces | None = None  # of the pass that is prepared, from its first layer on
+        self._halves: list[int] = []  # bytes from a block's keys to its values, by holder
         self._may_step = False
 
     def held(self) -> Held:
@@ -159,13 +162,12 @@ class SharedAttention:
         return found
 
     def step(self, layer: int, q: Tensor, k: Tensor) -> PreparedPieces | None:
-        """What `take_step` takes rows like these with: it wants their rotated queries and keys, and their values, at
-        places of its own; `None` where `attend` has to."""
-        caches = self._layer_blocks(layer) if self._may_step else None
-        if caches is None or self._caches[0].config.sliding_window(layer) is not None:
+        """What `take_step` takes rows like these with; `None` where `attend` has to."""
+        blocks = self._layer_blocks(layer) if self._may_step else None
+        if blocks is None or self._caches[0].config.sliding_window(layer) is not None:
             return None
         if self._step is None:
-            self._step = self._prepared(q, k, caches)
+            self._step = self._prepared(q, k, blocks)
             self._may_step = self._step is not None
         return self._step
 
@@ -173,17 +175,19 @@ class SharedAttention:
         """See `step`. Args: `blocks` are those of each holder in some layer."""
         if any(cache.collector for cache in self._caches):
             return None
-        calls: list[list[Piece]] = [[]]
-        for holder, together in zip(self._holders, blocks, strict=True):
+        calls: list[list[StepPiece]] = [[]]
+        for number, holder in enumerate(self._holders):
             for span, first, m in holder.parts:
                 ((rows, diagonal, _),) = self._seeing(span, holder.cache.start + first, m, None)
                 if calls[-1] and rows.start < calls[-1][-1].rows.stop:
                     calls.append([])
-                calls[-1].append(Piece(rows, together, first, m, m if diagonal is None else diagonal))
-        blocks_of = {holder.cache: together for holder, together in zip(self._holders, blocks, strict=True)}
+                calls[-1].append(StepPiece(rows, number, first, m, m if diagonal is None else diagonal))
+        numbers = {holder.cache: number for number, holder in enumerate(self._holders)}
         starts = zip(self._caches, self._starts, self.rows, strict=True)
-        written = [(blocks_of[cache], start - cache.start, rows) for cache, start, rows in starts]
-        return prepared_pieces(q, k, blocks, calls, written, scale=self._scale)
+        written = [(numbers[cache], start - cache.start, rows) for cache, start, rows in starts]
+        caches = [(one[:, 0], one[:, 1]) for one in blocks]
+        self._halves = [one.stride(1) * one.element_size() for one in blocks]
+        return prepared_pieces(q, k, caches, calls, written, scale=self._scale)
 
     def _layer_blocks(self, layer: int) -> list[Tensor] | None:
         """Of each holder all blocks of a layer, where they lie together."""
@@ -194,12 +198,13 @@ class SharedAttention:
         together = [blocks for blocks in found if blocks is not None]
         return together if len(together) == len(found) else None
 
-    def take_step(self, layer: int, step: PreparedPieces) -> Tensor:
-        """Appends the keys and values of a step to a layer, and attends to these and all before: what `attend` gives,
-        until the next layer's."""
+    def take_step(self, layer: int, step: PreparedPieces, rows: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+        """Takes queries, keys and values of a step, see `take_rows`: appends to a layer, and attends to all there is."""
         began, blocks = time.perf_counter(), self._layer_blocks(layer)
         assert blocks is not None
-        out = step(blocks)
+        places = [one.data_ptr() for one in blocks]
+        addresses = [at for place, half in zip(places, self._halves, strict=True) for at in (place, place + half)]
+        out = take_rows(step, layer, rows, self._caches[0].rope, self.rotation, addresses)
         for cache, count in zip(self._caches, self._counts, strict=True):
             cache.appended(layer, count)
         read = [holder.cache.reads.num_bytes for holder in self._holders]
@@ -384,6 +389,29 @@ class _RowsSoFar:
 def rows_of(counts: Sequence[int]) -> list[slice]:
     """Where each of so many rows are that follow one another."""
     return [slice(first, stop) for first, stop in pairwise(accumulate(counts, initial=0))]
+
+
+def take_rows(
+    step: PreparedPieces,
+    layer: int,
+    rows: tuple[Tensor, Tensor, Tensor],
+    rope: Rope,
+    rotation: RopeRows,
+    addresses: Sequence[int],
+) -> Tensor:
+    """Takes a step's rows into the caches of a layer, and attends to these.
+
+    Args:
+        rows: queries `[num_heads, n, head_dim]`, keys and values `[num_kv_heads, n, head_dim]`, not yet rotated.
+        addresses: see `PreparedPieces`.
+
+    Returns:
+        `[num_heads, n, head_dim]`, until the next layer's.
+    """
+    for given, place in zip(rows[:2], (step.q, step.k), strict=True):
+        rope.rotate(layer, given, rotation, out=place)
+    copy_rows(rows[2], step.v)
+    return step(addresses)
 
 
 def _range(places: slice) -> range:

@@ -12,19 +12,24 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ...kernels.attention import PreparedPieces, StepPiece, prepared_pieces
 from ...kernels.delta_rule import DeltaWeights
-from ...kernels.layers import copy_rows
+from ...kernels.selection import on_cpu
 from ...tp.decoder import Cache
 from ...tp.rope import RopeRows
 from ..held import Held
 from .full import FullCache
-from .shared_attention import SharedAttention, rows_of
+from .retrieval import RetrievalCache
+from .shared_attention import SharedAttention, rows_of, take_rows
 
 
 def together(caches: Sequence[Cache]) -> JoinedCache:
     """One cache for passes over all sequences of `caches`, which are of one kind."""
     full = [cache for cache in caches if isinstance(cache, FullCache)]
-    return JoinedFullCache(full) if len(full) == len(caches) else JoinedCache(caches)
+    retrieval = [cache for cache in caches if isinstance(cache, RetrievalCache)]
+    if len(full) == len(caches):
+        return JoinedFullCache(full)
+    return JoinedRetrievalCache(retrieval) if len(retrieval) == len(caches) else JoinedCache(caches)
 
 
 class JoinedCache:
@@ -70,6 +75,52 @@ class JoinedCache:
         raise NotImplementedError("sequences are rolled back one by one")
 
 
+class JoinedRetrievalCache(JoinedCache):
+    """Retrieval caches, which are attended to in one call where the compiled kernels do that."""
+
+    def __init__(self, caches: Sequence[RetrievalCache]) -> None:
+        super().__init__(caches)
+        self._caches: list[RetrievalCache]
+        self._slots: list[int] = []  # of the pass that is prepared, of each sequence's first token
+        self._rotation: RopeRows = ()
+        self._step: PreparedPieces | None = None
+        self._may_step = False
+
+    def prepare(self, n: int) -> None:
+        super().prepare(n)
+        caches, rope = self._caches, self._caches[0].rope
+        slots = [cache.slot(count) for cache, count in zip(caches, self.counts, strict=True)]
+        self._slots, self._step = [slot for slot in slots if slot is not None], None
+        self._may_step = len(self._slots) == len(caches) and on_cpu(caches[0].source.blocks.device)
+        if self._may_step:
+            turned = [rope.rows(cache.length, count) for cache, count in zip(caches, self.counts, strict=True)]
+            self._rotation = tuple(torch.cat(tables) for tables in zip(*turned, strict=True))
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        caches = self._caches
+        buffers = [cache.buffers(layer) for cache in caches]
+        if self._may_step and self._step is None:
+            self._step = self._prepared(q, k, buffers)
+            self._may_step = self._step is not None
+        if self._step is None:
+            return super().attend(layer, q, k, v)
+        addresses = [one.data_ptr() for both in buffers for one in both]
+        out = take_rows(self._step, layer, (q, k, v), caches[0].rope, self._rotation, addresses)
+        for cache, count in zip(caches, self.counts, strict=True):
+            cache.appended(layer, count)
+        return out
+
+    def _prepared(self, q: Tensor, k: Tensor, buffers: list[tuple[Tensor, Tensor]]) -> PreparedPieces | None:
+        rows = rows_of(self.counts)
+        pieces = [
+            StepPiece(some, i, 0, keys.shape[1], slot)
+            for i, (some, slot, (keys, _)) in enumerate(zip(rows, self._slots, buffers, strict=True))
+        ]
+        written = [(i, slot, some) for i, (some, slot) in enumerate(zip(rows, self._slots, strict=True))]
+        scale = self._caches[0].source.config.attention_scale
+        return prepared_pieces(q, k, buffers, [pieces], written, scale=scale)
+
+
 class JoinedFullCache(JoinedCache):
     """Full caches, some of which begin with keys and values that another one holds (`FullCache.prefix`)."""
 
@@ -95,10 +146,7 @@ class JoinedFullCache(JoinedCache):
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         rope, rotation = self._caches[0].rope, self.rotation()
         if step := self._attention.step(layer, q, k):
-            rope.rotate(layer, q, rotation, out=step.q)
-            rope.rotate(layer, k, rotation, out=step.k)
-            copy_rows(v, step.v)
-            return self._attention.take_step(layer, step)
+            return self._attention.take_step(layer, step, (q, k, v))
         q = rope.rotate(layer, q, rotation)
         self.append(layer, rope.rotate(layer, k, rotation), v)
         return self.attend_rotated(layer, q)
