@@ -13,7 +13,7 @@ from enum import IntEnum
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
-_ABI = 20
+_ABI = 21
 """`TRIFORCE_ABI` of cpu.h."""
 
 
@@ -106,6 +106,14 @@ class DeltaCall(ctypes.Structure):
     )
 
 
+class MassPartCall(ctypes.Structure):
+    """An argument of `triforce_add_mass`: `MassPart` of cpu.h, field by field."""
+
+    _fields_ = tuple(
+        (name, ctypes.c_int64) for name in ("shares", "head", "row", "first", "chunks", "lse", "lse_head", "lse_row")
+    )
+
+
 @functools.cache
 def loaded() -> ctypes.CDLL | None:
     """The loaded kernels, whichever of them this processor supports; `None` where they were not built.
@@ -170,6 +178,10 @@ def _declare(kernels: ctypes.CDLL) -> None:
     kernels.triforce_product.argtypes = [quantised, pointer, count, pointer, flag, flag]
     kernels.triforce_delta_steps.argtypes = [ctypes.POINTER(DeltaCall)]
     double = ctypes.c_double
+    kernels.triforce_add_mass.argtypes = [
+        *(pointer, count, count, count, count, ctypes.POINTER(MassPartCall), count),
+        *(pointer, count, count, count, double),
+    ]
     kernels.triforce_distribution.argtypes = [*(pointer, count, count, double, count, double, double, pointer, flag)]
     for kernel in (kernels.triforce_certainties, kernels.triforce_pick, kernels.triforce_race):
         kernel.argtypes, kernel.restype = [pointer, count, count, pointer, pointer], None

@@ -605,7 +605,7 @@ def common_length(some: list[int], others: list[int], known: int = 0) -> int:
         while stop - first > 1:  # the first one that differs is among these
             middle = (first + stop) // 2
             if some[first:middle] == others[first:middle]:
-                first = middle  # noqa: PLW2901
+                first = middle
             else:
                 stop = middle
         return first

@@ -10,6 +10,7 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
+from ...kernels.cpu.mass import add_mass_compiled, adds_mass_compiled
 from ..held import Held
 
 RECENT_ROWS = 8
@@ -89,6 +90,10 @@ class RecentMass:
         mean, weight = self._means[layer], min(1.0, shares.shape[1] / RECENT_ROWS)
         if not self._is_known[layer]:
             weight, self._is_known[layer] = 1.0, True
+        if adds_mass_compiled(shares):
+            kept = 0 if weight == 1.0 else min(-(-start // self._chunk_size), self._max_chunks)
+            add_mass_compiled(mean, [(one.first, one.shares, one.lse) for one in parts], lse, kept, weight)
+            return
         # What is not finite, of a draft token that is rejected for that, must not stay: hence `nan_to_num`.
         found = [(first, self._by_head(shares)) for first, shares in _joined(parts, lse)]
         kept = 0 if weight == 1.0 else -(-start // self._chunk_size)  # behind them are those that were rolled back

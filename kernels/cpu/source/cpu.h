@@ -39,7 +39,7 @@ INLINE float float_of_bits(uint32_t bits)
 
 /* Raised whenever the arguments of a function or the arithmetic of a level change, so that Python refuses a library built
  * from other sources. */
-#define TRIFORCE_ABI 20
+#define TRIFORCE_ABI 21
 EXPORT int triforce_abi(void);
 
 /* Bytes of `Attention` (attention.h), which Python compares with its own declaration of it. */
@@ -182,6 +182,22 @@ typedef struct {
 
 /* 0; 1 if memory ran out; 2 if this processor has not the level, LEVEL_AVX2, or the widths are others. */
 EXPORT int triforce_delta_steps(const Delta *call);
+
+/* The shares of their attention that rows gave to some consecutive chunks of keys; `MassPartCall` of kernels/cpu/library.py
+ * declares the same fields in the same order. */
+typedef struct {
+    int64_t shares, head, row;       /* address of [heads][rows][chunks] float32, and strides: chunks follow one another */
+    int64_t first, chunks;           /* the first chunk, and how many */
+    int64_t lse, lse_head, lse_row;  /* address of [heads][rows] float32, log-sum-exps of what the shares are of, and strides */
+} MassPart;
+
+/* Adds what rows gave to chunks, in the mean over rows and the `group` query heads of a KV head, to `mean` [num_kv_heads]
+ * [max_chunks], of which the first `kept` count with 1 - `weight` and others not at all; what is not finite counts as 0 or as
+ * the largest number. `lse` is that of each row over all keys, which shares become relative to where there are several parts.
+ * 0; 2 if this processor has not the level, LEVEL_AVX2. */
+EXPORT int triforce_add_mass(float *mean, int64_t max_chunks, int64_t num_kv_heads, int64_t group, int64_t rows,
+                             const MassPart *parts, int64_t count, const float *lse, int64_t lse_head, int64_t lse_row,
+                             int64_t kept, double weight);
 
 /* Sampling (sampling.c), from LEVEL_AVX2 on: `n` rows of `vocab` logits or weights, one after another. What each computes is
  * said in offload/speculation. `out` is the rows of probabilities that the filters make of logits; a temperature of 0 is
