@@ -4,6 +4,9 @@
 
 #include <stdlib.h>
 #include <string.h>
+#ifndef _WIN32
+#include <pthread.h>
+#endif
 #ifdef _OPENMP
 #include <omp.h>
 #endif
@@ -12,10 +15,44 @@
 #endif
 
 /* Floats of partial results at most where threads share the splits of a block of rows: where there are fewer blocks than threads,
- * and where it only divides the work more evenly. More than 32 MiB the system maps, and clears, at each call. */
+ * and where it only divides the work more evenly. More than KEPT_ROOM the system may map, and clear, at each call. */
 #define SHARED_PARTS ((int64_t)64 << 20)
 #define EVEN_PARTS ((int64_t)6 << 20)
 #define SMALL_WORK ((int64_t)1 << 17)    /* multiplications below which starting other threads takes longer than it saves */
+
+#define KEPT_ROOM ((int64_t)8 << 20)     /* floats of temporaries that a thread keeps for its next call at most */
+
+/* The memory for temporaries that a thread keeps as long as it lives. Where an allocator gives freed memory back to the system,
+ * each call would wait for as many pages to be cleared as it writes. */
+static _Thread_local float *kept_room;
+static _Thread_local int64_t kept_floats;
+#ifndef _WIN32
+static pthread_key_t room_key;
+static pthread_once_t room_once = PTHREAD_ONCE_INIT;
+static void make_room_key(void) { pthread_key_create(&room_key, free); }
+#endif
+
+static float *take_room(int64_t floats)
+{
+    if (floats > KEPT_ROOM)
+        return malloc(floats * sizeof(float));
+    if (floats > kept_floats) {
+        free(kept_room);
+        kept_room = malloc(floats * sizeof(float));
+        kept_floats = kept_room ? floats : 0;
+#ifndef _WIN32
+        pthread_once(&room_once, make_room_key);
+        pthread_setspecific(room_key, kept_room); /* freed where the thread ends */
+#endif
+    }
+    return kept_room;
+}
+
+static void give_room_back(float *room, int64_t floats)
+{
+    if (floats > KEPT_ROOM)
+        free(room);
+}
 
 static const AttentionKernels *kernels_for(int64_t level, int64_t type)
 {
@@ -132,7 +169,8 @@ static int attend(const Attention *given, int most)
     const int64_t own = carve(kernels, &sizes, 0, dim, block_rows);
     const int64_t num_peaks = call->mass ? whole_lines(call->num_heads * call->mass_rows * num_tiles(call)) : 0;
     const int64_t num_parts = shared ? blocks * heads * splits * part_size : 0;
-    float *room = malloc((own * threads + num_peaks + num_parts + 16) * sizeof(float));
+    const int64_t floats = own * threads + num_peaks + num_parts + 16;
+    float *room = take_room(floats);
     if (!room)
         return 1;
     float *aligned = (float *)(((uintptr_t)room + 63) / 64 * 64);
@@ -188,7 +226,7 @@ static int attend(const Attention *given, int most)
             kernels->end();
         restore_small(before);
     }
-    free(room);
+    give_room_back(room, floats);
     return 0;
 }
 
