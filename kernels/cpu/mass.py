@@ -1,5 +1,5 @@
-"""The attention that chunks got, summed by the compiled CPU kernels (`source/mass.c`): one call where PyTorch takes a dozen
-operations for each of many sequences and layers."""
+"""The attention that chunks got, summed by the compiled CPU kernels (`source/mass.c`): one call where PyTorch takes a
+dozen operations for each of many sequences and layers."""
 
 from __future__ import annotations
 
@@ -27,11 +27,12 @@ def adds_mass_compiled(shares: Tensor) -> bool:
 def add_mass_compiled(
     mean: Tensor, parts: Sequence[tuple[int, Tensor, Tensor]], lse: Tensor, kept: int, weight: float
 ) -> None:
-    """Adds to `mean` `[num_kv_heads, max_chunks]`, float32 and contiguous, what the rows of a pass gave to chunks, in the
-    mean over rows and the query heads of a KV head. NaN counts as 0, infinities as the largest numbers.
+    """Adds to `mean` `[num_kv_heads, max_chunks]`, float32 and contiguous, what the rows of a pass gave to chunks, in
+    the mean over rows and the query heads of a KV head. NaN counts as 0, infinities as the largest numbers.
 
     Args:
-        parts: the first chunk, shares `[num_heads, rows, chunks]` of what `lse` `[num_heads, rows]` behind them is over.
+        parts: the first chunk, shares `[num_heads, rows, chunks]`, and `[num_heads, rows]` log-sum-exps of what these
+            are shares of.
         lse: of each row over all keys.
         kept: of chunks before this one what was there counts with 1 - `weight`, of others not at all.
     """

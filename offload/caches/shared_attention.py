@@ -199,7 +199,7 @@ class SharedAttention:
         return together if len(together) == len(found) else None
 
     def take_step(self, layer: int, step: PreparedPieces, rows: tuple[Tensor, Tensor, Tensor]) -> Tensor:
-        """Takes queries, keys and values of a step, see `take_rows`: appends to a layer, and attends to all there is."""
+        """Takes queries, keys and values of a step, see `take_rows`: appends to a layer, and attends to all of it."""
         began, blocks = time.perf_counter(), self._layer_blocks(layer)
         assert blocks is not None
         places = [one.data_ptr() for one in blocks]

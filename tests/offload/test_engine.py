@@ -1,5 +1,7 @@
 """One engine, several runs: seeds, fixed lengths, 16-bit formats, and statistics that add up."""
 
+from array import array
+
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -60,11 +62,22 @@ def test_a_new_run_ends_the_one_before(pair):
         ([1, 97], "token 97; target knows 0 to 96"),
         (torch.zeros(1, 5, dtype=torch.int64), "2-dimensional tensor"),
         ([0.5, 1.0], "float32"),
+        (array("i"), "the prompt is empty"),
+        (array("i", [1, 97]), "token 97; target knows 0 to 96"),
+        (array("h", [1, -1]), "token -1; target knows 0 to 96"),
+        (array("f", [0.5, 1.0]), "float"),
     ],
 )
 def test_a_prompt_that_is_none_is_refused(pair, prompt, words):
     with pytest.raises(UsageError, match=words):
         Engine.load(*pair, device="cpu").generate(prompt)
+
+
+@pytest.mark.parametrize("kind", "iqH")
+def test_an_array_is_the_prompt_that_its_numbers_are(pair, kind):
+    engine, prompt = Engine.load(*pair, device="cpu", dtype="float32"), random_tokens(50)
+    want = engine.generate(prompt, Sampling(temperature=0.0), 5).token_ids
+    assert engine.generate(array(kind, prompt), Sampling(temperature=0.0), 5).token_ids == want
 
 
 @pytest.mark.parametrize("tiers", [1, 2])

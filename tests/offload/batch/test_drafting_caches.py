@@ -8,7 +8,9 @@ import pytest
 from tiny import random_tokens
 from triforce.offload import Ended, Request, Sampling
 from triforce.offload.batch.sequence import ActiveSequence
+from triforce.offload.batch.sequence_setup import SequenceSetup
 from triforce.offload.limits import Limits
+from triforce.offload.planning.cost_model import PassTimes
 from triforce.offload.speculation.control import DraftControl
 from triforce.offload.speculation.distribution import SequencesFailed
 from triforce.offload.speculation.refresh import RetrievalWork, next_work
@@ -81,6 +83,24 @@ def test_an_answer_that_nothing_is_drafted_for_fills_no_cache_for_it(models, mon
     decides(monkeypatch, lambda: 0)
     assert texts(engine, PROMPTS[:3], lambda: True) == alone
     assert not filled
+
+
+@pytest.mark.parametrize(("seconds", "fills"), [(1e3, False), (0.0, None)])
+def test_short_answers_fill_no_cache_where_that_takes_longer_than_they_do(models, monkeypatch, seconds, fills):
+    engine, filled = models.engine("llama"), []
+    real = ActiveSequence.fill_drafting_caches
+
+    def counted(sequence, **given):
+        filled.append(sequence)
+        real(sequence, **given)
+
+    monkeypatch.setattr(ActiveSequence, "fill_drafting_caches", counted)
+    monkeypatch.setattr(SequenceSetup, "note_filling", lambda setup, took: None)
+    monkeypatch.setattr(PassTimes, "filling", lambda times: seconds)
+    alone = [engine.generate(prompt, GREEDY, 10, ignore_eos=True).token_ids for prompt in PROMPTS[:3]]
+    filled.clear()
+    assert texts(engine, PROMPTS[:3], lambda: True) == alone
+    assert fills is None or bool(filled) == fills
 
 
 def test_sequences_that_follow_others_in_a_run_go_on_from_what_those_have_measured(models):

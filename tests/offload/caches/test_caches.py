@@ -1,20 +1,24 @@
 """Rollback is exact: after any pattern of appending and forgetting, a cache equals one that only saw what is left."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 from profiles import examples
-from tiny import random_tokens, save_llama
+from tiny import random_tokens, save_family, save_llama
 from tiny_caches import append, full_cache, moving_cache, streaming_cache
+from triforce.kernels.cpu.library import Level, cpu_level
+from triforce.kernels.selection import use_kernels
 from triforce.offload import Engine, Sampling
 from triforce.offload.caches.full import MASS_ROWS, FullCache
 from triforce.offload.caches.recent_mass import RECENT_ROWS, MassPart, RecentMass
 from triforce.offload.caches.retrieval import RetrievalCache
 from triforce.offload.caches.streaming import StreamingCache, prefill_streaming
 from triforce.offload.caches.synthetic import fill_with_zeros
-from triforce.offload.caches.together import together
+from triforce.offload.caches.together import JoinedFullCache, together
 from triforce.offload.transfer.device_blocks import DeviceBlocks
 from triforce.offload.transfer.link import ThreadLink
 from triforce.offload.transfer.placement import Placement
@@ -173,6 +177,108 @@ def test_sequences_that_share_a_text_keep_the_mass_that_each_has_alone(tmp_path,
             assert (got - want).abs().max() < 1e-5 * want.max()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", ["mistral", "mistral-window", "qwen2-window"])
+def test_steps_of_several_sequences_have_the_bits_that_each_has_alone(tmp_path, dtype, family):
+    """Whether the kernels are asked once for all layers of a pass or not: it is not where a block is entered, and of
+    layers with windows."""
+    save_family(tmp_path, family, head_dim=32, max_position_embeddings=2048)
+    decoder, rng = Decoder.load(tmp_path, dtype=dtype, device=CPU), torch.Generator().manual_seed(3)
+    sizes = decoder.part.num_heads, decoder.part.num_kv_heads, decoder.part.num_kv_heads
+
+    def rows(heads, count):
+        return torch.randn(count, heads, 32, generator=rng).to(dtype).transpose(0, 1)
+
+    first = sized_cache(decoder, 1024, dtype=dtype)
+    caches = [first, *(sized_cache(decoder, 1024, first, dtype=dtype) for _ in range(2))]
+    alone = [sized_cache(decoder, 1024, dtype=dtype) for _ in caches]
+    text = [tuple(rows(heads, 512) for heads in sizes) for _ in range(decoder.config.num_layers)]
+    for cache in (first, *alone):
+        cache.keep_mass(0)
+        attended(cache, text)
+    prepared = 0
+    for cache in caches[1:]:
+        cache.keep_mass(0)
+        cache.copy_from(first, 512)
+    for counts in ([250, 100, 30], [1, 1, 1], [3, 2, 4], [2, 1, 1], [1, 5, 1], [1, 1, 250], [1, 1, 1]):
+        given = [
+            [tuple(rows(heads, count) for heads in sizes) for count in counts] for _ in range(decoder.config.num_layers)
+        ]
+        joined = together(caches)
+        assert isinstance(joined, JoinedFullCache)
+        joined.counts = counts
+        got = attended(joined, [tuple(torch.cat(part, 1) for part in zip(*layer, strict=True)) for layer in given])
+        held = len([*joined.held()])
+        prepared += held > len(joined.rotation())
+        want = [attended(cache, [layer[i] for layer in given]) for i, cache in enumerate(alone)]
+        for ours, theirs in zip(got, zip(*want, strict=True), strict=True):
+            assert torch.equal(ours, torch.cat(theirs, 1))
+    assert (prepared > 0) == (cpu_level() > Level.NONE and family != "mistral-window")
+    for layer in range(decoder.config.num_layers):
+        for cache, other in zip(caches, alone, strict=True):
+            start = cache.start
+            assert all(
+                map(torch.equal, cache.slice(layer, start, cache.length), other.slice(layer, start, other.length))
+            )
+
+
+@torch.inference_mode()
+def attended(cache, layers):
+    """What each layer's queries, keys and values give, in a pass of their own."""
+    cache.prepare(layers[0][0].shape[1])
+    return [cache.attend(layer, *rows).clone() for layer, rows in enumerate(layers)]
+
+
+def test_retrieval_caches_of_several_sequences_have_the_bits_that_each_has_alone(tmp_path):
+    save_llama(tmp_path, num_key_value_heads=2, head_dim=32)
+    decoder, rng = Decoder.load(tmp_path, dtype=torch.bfloat16, device=CPU), torch.Generator().manual_seed(3)
+    texts = [random_tokens(count, seed=count) for count in (300, 120, 40)]
+
+    def caches():
+        for text in texts:
+            full = sized_cache(decoder, 512, dtype=torch.bfloat16)
+            append(decoder, full, text)
+            found = RetrievalCache(full, decoder.rope, budget=64, chunk_size=4)
+            found.refresh()
+            yield full, found
+
+    both, others = [*caches()], [*caches()]
+    for counts in ([1, 1, 1], [3, 1, 2], [1, 4, 1]):
+        given = [
+            [tuple(torch.randn(h, n, 32, generator=rng).bfloat16() for h in (4, 2, 2)) for n in counts]
+            for _ in range(decoder.config.num_layers)
+        ]
+        joined = together([found for _, found in both])
+        joined.counts = counts
+        got = attended(joined, [tuple(torch.cat(part, 1) for part in zip(*layer, strict=True)) for layer in given])
+        want = [attended(found, [layer[i] for layer in given]) for i, (_, found) in enumerate(others)]
+        for ours, theirs in zip(got, zip(*want, strict=True), strict=True):
+            assert torch.equal(ours, torch.cat(theirs, 1))
+    assert [found.length for _, found in both] == [found.length for _, found in others]
+
+
+@pytest.mark.skipif(cpu_level() == Level.NONE, reason="needs the compiled kernels")
+def test_mass_is_added_by_the_compiled_kernels_as_by_pytorch():
+    rng = torch.Generator().manual_seed(1)
+    for group, rows, chunks, parts in ((1, 1, 700, 1), (2, 3, 700, 3), (5, 8, 90, 2), (3, 13, 1300, 2)):
+        lse = torch.randn(2 * group, rows, generator=rng)
+        borders = [round(chunks * i / parts) for i in range(parts + 1)]
+        ours, theirs = (RecentMass(1, num_kv_heads=2, max_chunks=chunks + 5, chunk_size=4) for _ in range(2))
+        for start in (0, 4 * chunks - 9, 2 * chunks, 4 * chunks - 1):
+            wide = torch.rand(2 * group, rows + 2, chunks, generator=rng)
+            wide[0, 1, 3], wide[0, 1, 4] = float("nan"), float("inf")
+            given = [
+                MassPart(first, wide[:, 1 : 1 + rows, first:stop], torch.randn(2 * group, rows, generator=rng))
+                for first, stop in pairwise(borders)
+            ]
+            ours.add(0, start, given, lse)
+            with use_kernels(layers="plain"):
+                theirs.add(0, start, given, lse)
+            got, want = (one.recent(0, 4 * chunks) for one in (ours, theirs))
+            assert torch.allclose(got, want, rtol=1e-5, atol=1e-7)
+            assert got.isfinite().all()
+
+
 def test_sequences_that_share_a_text_may_have_blocks_of_other_sizes(tmp_path):
     """Those of 264 tokens are no whole tiles of the compiled kernels, those of 768 are."""
     save_llama(tmp_path, num_key_value_heads=2, head_dim=32, max_position_embeddings=2048)
@@ -196,10 +302,10 @@ def test_sequences_that_share_a_text_may_have_blocks_of_other_sizes(tmp_path):
     assert (got - want).abs().max() < 1e-4
 
 
-def sized_cache(decoder, capacity, prefix=None):
+def sized_cache(decoder, capacity, prefix=None, dtype=torch.float32):
     """On the CPU in blocks of 256 tokens; 512 of them may be those of `prefix`."""
     config, start = decoder.config, 512 if prefix else 0
-    blocks = DeviceBlocks(config, dtype=torch.float32, device=CPU, capacity=capacity - start, block_size=256)
+    blocks = DeviceBlocks(config.full_layers, dtype=dtype, device=CPU, capacity=capacity - start, block_size=256)
     return FullCache(config, decoder.rope, blocks, chunk_size=4, prefix=prefix, start=start)
 
 

@@ -142,6 +142,29 @@ def test_drafting_stops_when_drafts_become_expensive():
     assert not tally.pays.on
 
 
+@pytest.mark.parametrize(
+    ("filling", "drafts", "tries"), [(0.0, True, True), (0.3, True, True), (2.0, False, False), (0.05, True, True)]
+)
+def test_caches_are_filled_where_the_tokens_to_come_are_worth_it(filling, drafts, tries):
+    """Per token without a draft 1 s, with one 0.55: while nothing is known, and when all is."""
+    pays, cost = DraftingPays(), PassCost(1.0, 0.02)
+    first = StepCost(cost, 0.05, 0.8, plain=1.0, filling=filling)
+    tokens, _, probe = pays.decide(first, 8)
+    assert (tokens > 0) == drafts and ((tokens if probe is None else probe) > 0) == tries
+    for _ in range(40):
+        pays.note(replace(first, filling=0.0), 0, 0, 1.0, 1.0)
+        pays.note(replace(first, filling=0.0), 4, 4, 3.0, first.expected(4))
+    tokens, _, probe = pays.decide(pays.known(first), 8)
+    assert (tokens > 0) == drafts and (drafts or not probe)
+
+
+def test_where_drafting_loses_it_is_tried_if_filling_caches_takes_next_to_nothing():
+    cost = PassCost(1.0, 0.9)
+    for filling, tries in ((0.0, True), (0.05, True), (0.5, False)):
+        tokens, _, probe = DraftingPays().decide(StepCost(cost, 0.05, 0.3, plain=1.0, filling=filling), 8)
+        assert tokens == 0 and bool(probe) == tries
+
+
 def test_what_a_round_does_for_retrieval_caches():
     none, tail, rebuild, full = RetrievalWork
     assert [next_work(last, True, True) for last in RetrievalWork] == [rebuild, full, full, full]
