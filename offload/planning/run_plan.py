@@ -589,14 +589,16 @@ def _tail(request: RunRequest, verify: DraftTokens) -> int:
 def _mass_bytes(request: RunRequest, placement: Placement, draft_tokens: int) -> int:
     """The attention mass of all chunks (float32); and what a pass in which so many draft tokens are verified at most
     computes it from in one layer: the shares of every query head (float32), by block and joined. An open stretch
-    has them for all of its room, and those of a prefill's last rows stay."""
-    part, verified = request.part, draft_tokens + 1
+    has them for all of its room, a layer with a sliding window for all of its blocks, and those of a prefill's last
+    rows stay."""
+    part, verified, chunk_size = request.part, draft_tokens + 1, request.settings.planned_chunk_size
     chunks = _num_chunks(request, placement)
     mass = part.kv_layers * part.num_kv_heads * chunks * 4
-    room = max(0, placement.open_tokens - placement.block_size) // request.settings.planned_chunk_size
+    room = max(0, placement.open_tokens - placement.block_size) // chunk_size
+    own, others = max(chunks + room, _window_keys(request, placement) // chunk_size), chunks
     if request.sequences + request.beside > 1:  # whose passes together have shares of their own
-        room *= 2
-    return mass + part.num_heads * max(verified, RECENT_ROWS) * (2 * chunks + room) * 4
+        others += room
+    return mass + part.num_heads * max(verified, RECENT_ROWS) * (own + others) * 4
 
 
 def _num_chunks(request: RunRequest, placement: Placement) -> int:
@@ -633,13 +635,26 @@ def _states_bytes(request: RunRequest, linear: LinearAttention | None, rows: int
 
 
 def _window_workspace(request: RunRequest, rows: int) -> int:
-    """Keys and values of what so many rows see in a layer with a sliding window that keeps the last tokens only, with
-    whole blocks at both ends."""
+    """Keys and values of what so many rows see in a layer with a sliding window that keeps the last tokens only."""
+    return _seen_in_windows(request, rows) * request.layer_token_bytes
+
+
+def _window_keys(request: RunRequest, placement: Placement) -> int:
+    """Those that a layer with such a window attends to at once at most: whole blocks, however short the context."""
+    if not request.part.kept_windows:
+        return 0
+    _, size = window_blocks(0, request.settings.planned_chunk_size, request.limits)
+    whole = -(-(request.shared + placement.capacity) // size) * size
+    return min(whole, _seen_in_windows(request, max(request.limits.tiling.prefill_rows, STEP_ROWS)))
+
+
+def _seen_in_windows(request: RunRequest, rows: int) -> int:
+    """Tokens that so many rows see in such a layer, with whole blocks at both ends; 0 without any."""
     window = max(request.part.kept_windows.values(), default=0)
     if not window:
         return 0
     _, size = window_blocks(window, request.settings.planned_chunk_size, request.limits)
-    return (window + rows + 2 * size) * request.layer_token_bytes
+    return window + rows + 2 * size
 
 
 def _draft_activation_bytes(request: RunRequest) -> int:

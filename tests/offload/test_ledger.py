@@ -279,6 +279,20 @@ def test_shares_of_attention_take_what_those_of_one_layer_need():
     assert bytes_by_part(attention.held())["mass"] == 2 * (3 * 16 + 32) // 4 * 4
 
 
+def test_shares_of_layers_with_windows_are_planned_for_whole_blocks(models):
+    """Which are longer than all of a short context, beside the shares of passes of several sequences together."""
+    simulator = Simulator()
+    settings: Any = {"dtype": "float32", "budget": 2048, "block_length": 1, "draft_length": 4}
+    settings["system"] = simulated_system(simulator, limits=ledger.LIMITS)
+    with as_on_a_gpu(), simulator:
+        engine = Engine.load(models / "windows", models / "draft", device="cpu", **settings)
+        counted = ledger.Ledger(engine, simulator)
+        requests = [Request(random_tokens(90, seed=i), Sampling(0.0), 12, ignore_eos=True) for i in range(2)]
+        for _ in engine.batch(requests):
+            counted.check("in a batch")
+    assert counted.checks
+
+
 def test_what_the_device_refuses_is_not_there():
     """So there is room for less, as on a GPU, though the error has the tensor in its frames."""
     simulator = Simulator()
