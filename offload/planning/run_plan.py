@@ -684,8 +684,9 @@ def _further_prefill_bytes(request: RunRequest, *, streams: bool) -> tuple[int, 
 
 def _row_bytes(request: RunRequest, part: ModelConfig) -> int:
     """Of a row inside a layer of such a model at most: its gate, up, their product and the result of the MLP; or its
-    query, key and value, the rotated query, and results in float32, of which two are merged into a third, but for a
-    CPU's kernels."""
+    query with what gates the result, key and value, the normed query and key, and beside these the rotated query and
+    results in float32, or what is gated: the result, its gate, the sigmoid of that and their product. But for a CPU's
+    kernels, two results are merged into a third."""
     item = request.dtype.itemsize
     mlp = (3 * part.intermediate_size + part.hidden_size) * item
     if part.experts:  # the normed row, its probabilities in order, and results of experts and their sum in float32
@@ -699,12 +700,12 @@ def _row_bytes(request: RunRequest, part: ModelConfig) -> int:
     linear = part.linear
     if linear:  # what went in; what was read, with its gate, the norm of that, and two in float32 on the way
         mlp = max(mlp, (linear.channels + 5 * linear.values + 2 * linear.value_heads) * item + 8 * linear.values)
-    gates = part.num_heads * part.output_gate
-    heads, results = (
-        2 * part.num_heads + 2 * gates + 2 * part.num_kv_heads,
-        1 if request.kernels and not request.on_gpu else 3,
-    )
-    return max(mlp, part.head_dim * (heads * item + results * part.num_heads * 4))
+    heads, gates = part.num_heads, part.num_heads * part.output_gate
+    norms = (heads + part.num_kv_heads) * part.qk_norm
+    given = part.head_dim * (heads + gates + 2 * part.num_kv_heads + norms) * item
+    results = 1 if request.kernels and not request.on_gpu else 3
+    attending = part.head_dim * heads * (item + results * 4)
+    return max(mlp, given + max(attending, 4 * part.head_dim * gates * item))
 
 
 def _step_bytes(request: RunRequest, placement: Placement, draft_tokens: int, sequences: int) -> int:
@@ -741,6 +742,9 @@ def _scratch_bytes(request: RunRequest, placement: Placement, retrieved: int) ->
         return 0 if request.kernels else scratch_bytes(*heads, keys, head_dim, dtype, is_step=True)
 
     block, piece = placement.block_size, max(placement.block_size * placement.together, placement.open_tokens)
+    if part.kept_windows:  # whose layers have blocks of their own
+        _, size = window_blocks(0, request.settings.planned_chunk_size, request.limits)
+        block, piece = max(block, size), max(piece, size)
     chunks = piece // request.settings.planned_chunk_size if retrieved else 0  # of which it has the mass by tiles
     own = few(piece) + (0 if request.kernels else 4 * part.num_heads * TILE_ROWS * chunks)
     many = scratch_bytes(*target, block, part.head_dim, dtype, is_step=False) if dtype.itemsize > 2 else 0
