@@ -43,8 +43,10 @@ class QueryRows:
         return max(0, self.start + 1 - self.window)
 
     def of_mass(self, lse: Tensor) -> Tensor:
-        """Of `lse` `[num_heads, n]` what is of the rows whose attention is to be summed."""
-        return lse[:, lse.shape[1] - self.mass_rows :]
+        """Of `lse` `[num_heads, n]` what is of the rows whose attention is to be summed: of many a copy, as what each
+        block gives is kept until the last one has come."""
+        rest = lse.shape[1] - self.mass_rows
+        return lse[:, rest:].clone() if rest and self.mass_rows else lse[:, rest:]
 
 
 class BlockAttention:

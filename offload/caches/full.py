@@ -522,6 +522,8 @@ class FullCache:
             length = self.start
             if self.states and self.states.reachable(length) < length:
                 raise RuntimeError(f"the states behind the {length:,} tokens of the prefix are gone")
+        if not length:  # what windows hold may begin behind the first token
+            self.windows.forget()
         if self.states:
             self.states.rollback(length)
         self._filled = [min(filled, length) for filled in self._filled]

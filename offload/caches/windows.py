@@ -126,7 +126,10 @@ class WindowBlocks:
         if self._workspace is not None and self._workspace[0] == layer:
             _, base, whole = self._workspace
             self._workspace = None
-            yield base, whole
+            # One piece for flash kernels; float32, which they do not take, needs memory by the keys of a piece.
+            step = whole.shape[2] if whole.dtype.itemsize == 2 else self._layers[layer].size
+            for first in range(0, whole.shape[2], step):
+                yield base + first, whole[:, :, first : first + step]
             return
         yield from self._blocks(self._layers[layer], first, stop)
 

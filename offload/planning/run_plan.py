@@ -589,14 +589,16 @@ def _tail(request: RunRequest, verify: DraftTokens) -> int:
 def _mass_bytes(request: RunRequest, placement: Placement, draft_tokens: int) -> int:
     """The attention mass of all chunks (float32); and what a pass in which so many draft tokens are verified at most
     computes it from in one layer: the shares of every query head (float32), by block and joined. An open stretch
-    has them for all of its room, and those of a prefill's last rows stay."""
-    part, verified = request.part, draft_tokens + 1
+    has them for all of its room, a layer with a sliding window for all of its blocks, and those of a prefill's last
+    rows stay."""
+    part, verified, chunk_size = request.part, draft_tokens + 1, request.settings.planned_chunk_size
     chunks = _num_chunks(request, placement)
     mass = part.kv_layers * part.num_kv_heads * chunks * 4
-    room = max(0, placement.open_tokens - placement.block_size) // request.settings.planned_chunk_size
+    room = max(0, placement.open_tokens - placement.block_size) // chunk_size
+    own, others = max(chunks + room, _window_keys(request, placement) // chunk_size), chunks
     if request.sequences + request.beside > 1:  # whose passes together have shares of their own
-        room *= 2
-    return mass + part.num_heads * max(verified, RECENT_ROWS) * (2 * chunks + room) * 4
+        others += room
+    return mass + part.num_heads * max(verified, RECENT_ROWS) * (own + others) * 4
 
 
 def _num_chunks(request: RunRequest, placement: Placement) -> int:
@@ -633,13 +635,26 @@ def _states_bytes(request: RunRequest, linear: LinearAttention | None, rows: int
 
 
 def _window_workspace(request: RunRequest, rows: int) -> int:
-    """Keys and values of what so many rows see in a layer with a sliding window that keeps the last tokens only, with
-    whole blocks at both ends."""
+    """Keys and values of what so many rows see in a layer with a sliding window that keeps the last tokens only."""
+    return _seen_in_windows(request, rows) * request.layer_token_bytes
+
+
+def _window_keys(request: RunRequest, placement: Placement) -> int:
+    """Those that a layer with such a window attends to at once at most: whole blocks, however short the context."""
+    if not request.part.kept_windows:
+        return 0
+    _, size = window_blocks(0, request.settings.planned_chunk_size, request.limits)
+    whole = -(-(request.shared + placement.capacity) // size) * size
+    return min(whole, _seen_in_windows(request, max(request.limits.tiling.prefill_rows, STEP_ROWS)))
+
+
+def _seen_in_windows(request: RunRequest, rows: int) -> int:
+    """Tokens that so many rows see in such a layer, with whole blocks at both ends; 0 without any."""
     window = max(request.part.kept_windows.values(), default=0)
     if not window:
         return 0
     _, size = window_blocks(window, request.settings.planned_chunk_size, request.limits)
-    return (window + rows + 2 * size) * request.layer_token_bytes
+    return window + rows + 2 * size
 
 
 def _draft_activation_bytes(request: RunRequest) -> int:
@@ -669,8 +684,9 @@ def _further_prefill_bytes(request: RunRequest, *, streams: bool) -> tuple[int, 
 
 def _row_bytes(request: RunRequest, part: ModelConfig) -> int:
     """Of a row inside a layer of such a model at most: its gate, up, their product and the result of the MLP; or its
-    query, key and value, the rotated query, and results in float32, of which two are merged into a third, but for a
-    CPU's kernels."""
+    query with what gates the result, key and value, the normed query and key, and beside these the rotated query and
+    results in float32, or what is gated: the result, its gate, the sigmoid of that and their product. But for a CPU's
+    kernels, two results are merged into a third."""
     item = request.dtype.itemsize
     mlp = (3 * part.intermediate_size + part.hidden_size) * item
     if part.experts:  # the normed row, its probabilities in order, and results of experts and their sum in float32
@@ -684,12 +700,12 @@ def _row_bytes(request: RunRequest, part: ModelConfig) -> int:
     linear = part.linear
     if linear:  # what went in; what was read, with its gate, the norm of that, and two in float32 on the way
         mlp = max(mlp, (linear.channels + 5 * linear.values + 2 * linear.value_heads) * item + 8 * linear.values)
-    gates = part.num_heads * part.output_gate
-    heads, results = (
-        2 * part.num_heads + 2 * gates + 2 * part.num_kv_heads,
-        1 if request.kernels and not request.on_gpu else 3,
-    )
-    return max(mlp, part.head_dim * (heads * item + results * part.num_heads * 4))
+    heads, gates = part.num_heads, part.num_heads * part.output_gate
+    norms = (heads + part.num_kv_heads) * part.qk_norm
+    given = part.head_dim * (heads + gates + 2 * part.num_kv_heads + norms) * item
+    results = 1 if request.kernels and not request.on_gpu else 3
+    attending = part.head_dim * heads * (item + results * 4)
+    return max(mlp, given + max(attending, 4 * part.head_dim * gates * item))
 
 
 def _step_bytes(request: RunRequest, placement: Placement, draft_tokens: int, sequences: int) -> int:
@@ -726,6 +742,9 @@ def _scratch_bytes(request: RunRequest, placement: Placement, retrieved: int) ->
         return 0 if request.kernels else scratch_bytes(*heads, keys, head_dim, dtype, is_step=True)
 
     block, piece = placement.block_size, max(placement.block_size * placement.together, placement.open_tokens)
+    if part.kept_windows:  # whose layers have blocks of their own
+        _, size = window_blocks(0, request.settings.planned_chunk_size, request.limits)
+        block, piece = max(block, size), max(piece, size)
     chunks = piece // request.settings.planned_chunk_size if retrieved else 0  # of which it has the mass by tiles
     own = few(piece) + (0 if request.kernels else 4 * part.num_heads * TILE_ROWS * chunks)
     many = scratch_bytes(*target, block, part.head_dim, dtype, is_step=False) if dtype.itemsize > 2 else 0

@@ -3,6 +3,7 @@
 import math
 import weakref
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import ledger
@@ -28,6 +29,7 @@ from triforce.offload.speculation.tiers import Tier
 from triforce.offload.transfer.ring import Ring
 from triforce.offload.transfer.streamed_blocks import StreamedBlocks
 from triforce.tp import CapacityError
+from triforce.tp.decoder import Tiling
 
 
 @pytest.fixture(scope="module")
@@ -277,6 +279,40 @@ def test_shares_of_attention_take_what_those_of_one_layer_need():
             rows = QueryRows(torch.zeros(1, 2, 8), start=16 * closed + 3, window=1000, mass_rows=2)
             attention.one_by_one(rows, blocks)
     assert bytes_by_part(attention.held())["mass"] == 2 * (3 * 16 + 32) // 4 * 4
+
+
+def test_of_many_rows_each_block_leaves_what_is_summed_alone():
+    attention, block = BlockAttention(8, chunk_size=4), torch.zeros(2, 1, 16, 8)
+    rows = QueryRows(torch.zeros(1, 300, 8), start=64, window=1000, mass_rows=2)
+    _, _, parts = attention.one_by_one(rows, [(16 * i, block) for i in range(4)])
+    assert [part.lse.untyped_storage().nbytes() for part in parts] == [2 * 4] * 4
+
+
+def test_shares_of_layers_with_windows_are_planned_for_whole_blocks(models):
+    """Which are longer than all of a short context, beside the shares of passes of several sequences together."""
+    simulator = Simulator()
+    settings: Any = {"dtype": "float32", "budget": 2048, "block_length": 1, "draft_length": 4}
+    settings["system"] = simulated_system(simulator, limits=ledger.LIMITS)
+    with as_on_a_gpu(), simulator:
+        engine = Engine.load(models / "windows", models / "draft", device="cpu", **settings)
+        counted = ledger.Ledger(engine, simulator)
+        requests = [Request(random_tokens(90, seed=i), Sampling(0.0), 12, ignore_eos=True) for i in range(2)]
+        for _ in engine.batch(requests):
+            counted.check("in a batch")
+    assert counted.checks
+
+
+def test_a_long_prompt_takes_what_is_planned_in_layers_with_windows(models):
+    """Scores of one block's keys, in float32, and rows that are normed before they are rotated."""
+    simulator = Simulator()
+    limits = replace(ledger.LIMITS, tiling=Tiling(1024, 256, 4096))  # more rows than the blocks of a window hold
+    settings: Any = {"dtype": "float32", "budget": 64, "system": simulated_system(simulator, limits=limits)}
+    with as_on_a_gpu(), simulator:
+        engine = Engine.load(models / "windows", models / "draft", device="cpu", **settings)
+        counted = ledger.Ledger(engine, simulator)
+        for _ in engine.stream(random_tokens(3000), Sampling(0.0), 4, ignore_eos=True):
+            counted.check("in an answer")
+    assert 0.8 < counted.fullest <= 1
 
 
 def test_what_the_device_refuses_is_not_there():

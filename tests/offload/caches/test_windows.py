@@ -60,6 +60,10 @@ def test_logits_are_those_of_transformers_however_tokens_come(gemma, parts):
     cache.rollback(2200)
     again = decoder.forward(torch.tensor(BOOK[2200:]), cache, num_logits=400)
     assert (again - want[2200:]).abs().max() < 2e-4
+    cache.rollback(0)  # for another text, where no token is known of the one that was there
+    again = decoder.forward(torch.tensor(BOOK[:400]), cache, num_logits=400)
+    assert (again - want[:400]).abs().max() < 2e-4
+    decoder.forward(torch.tensor(BOOK[400:]), cache)
     cache.rollback(1500)
     assert cache.length == 0, "what it had then is gone"
 
