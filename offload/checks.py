@@ -29,7 +29,7 @@ def checked_prompt(prompt_ids: Sequence[int] | Tensor, config: ModelConfig, max_
     if isinstance(prompt_ids, list) and set(map(type, prompt_ids)) <= {int}:
         prompt = list(prompt_ids)  # a tensor of many thousands takes several milliseconds
     elif isinstance(prompt_ids, array) and prompt_ids.typecode in _WHOLE:
-        prompt, ids = prompt_ids.tolist(), np.array(prompt_ids, copy=False)  # likewise
+        prompt, ids = prompt_ids.tolist(), np.asarray(prompt_ids)  # likewise
         bounds = (int(ids.min()), int(ids.max())) if prompt else None
     else:
         ids = torch.as_tensor(prompt_ids)

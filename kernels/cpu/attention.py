@@ -241,8 +241,8 @@ class PreparedPieces:
         self.q, self.out, self.k, self.v = rows(num_heads), rows(num_heads), rows(num_kv_heads), rows(num_kv_heads)
         """Queries and results `[num_heads, n, head_dim]`, keys and values `[num_kv_heads, n, head_dim]`, of the layer
         that comes next, or came last."""
-        self._nothing = new_running(q) if len(calls) > 1 else None
-        self._running = None if self._nothing is None else torch.empty_like(self._nothing)
+        self._no_keys = new_running(q) if len(calls) > 1 else None
+        self._running = None if self._no_keys is None else torch.empty_like(self._no_keys)
         self._lse = torch.empty(num_heads * n, dtype=torch.float32, device=q.device)
         self._calls = [self._prepared(pieces, caches, scale) for pieces in calls]
         size, kind = q.element_size(), q.dtype == torch.bfloat16
@@ -281,8 +281,8 @@ class PreparedPieces:
         """
         for source, number, offset, into in self._copies:
             self._copy(*source, addresses[number] + offset, *into)
-        if self._running is not None and self._nothing is not None:
-            self._running.copy_(self._nothing)
+        if self._running is not None and self._no_keys is not None:
+            self._running.copy_(self._no_keys)
         places = np.array(addresses)
         for call in self._calls:
             call.fields[:, [_K, _V]] = call.offsets + places[call.numbers]
@@ -292,7 +292,7 @@ class PreparedPieces:
 
     def tensors(self) -> tuple[Tensor, ...]:
         """What it keeps."""
-        running = () if self._running is None or self._nothing is None else (self._running, self._nothing)
+        running = () if self._running is None or self._no_keys is None else (self._running, self._no_keys)
         return self.q, self.k, self.v, self.out, self._lse, *running
 
 

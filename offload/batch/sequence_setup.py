@@ -113,7 +113,7 @@ class SequenceSetup:
         self._drafts: dict[str, DraftTokens] = {}  # that the tiers may choose
         self._begins: dict[str, float] = {}  # seconds of a pass of each that were expected before any; if they adapt
         self._filling_s = 0.0  # of a sequence's drafting caches: expected, then as measured lately
-        self._filled = False
+        self._filling_measured = False
         self.threads = DecodingThreads(adapts=False)
         """What rounds are computed with; chosen once a sequence was opened."""
 
@@ -263,8 +263,8 @@ class SequenceSetup:
 
     def note_filling(self, seconds: float) -> None:
         """Is told how long the drafting caches of a sequence took to be filled."""
-        self._filling_s = (self._filling_s + seconds) / 2 if self._filled else seconds
-        self._filled = True
+        self._filling_s = (self._filling_s + seconds) / 2 if self._filling_measured else seconds
+        self._filling_measured = True
 
     def use_measured_link(self) -> None:
         """Has what a verification is expected to take follow from what the link carries, instead of a data sheet, once
@@ -394,7 +394,9 @@ class SequenceSetup:
         lengths = plan if adapts else make_plan(request)
         lengths = replace(lengths, request=replace(lengths.request, sequences=1))
         times = PassTimes(lengths, models.hardware())
-        costs, self._filling_s = times.costs(), self._filling_s or times.filling()
+        costs = times.costs()
+        if not self._filling_measured:
+            self._filling_s = times.filling()
         drafts = {"verify": lengths.verify_draft, "retrieval": lengths.retrieval_draft}
         begins = {name: cost.base + cost.per_row for name, cost in costs.items()}
         # Of one alone little is learnt that holds for the next: it would draft less than it should.

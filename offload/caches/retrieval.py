@@ -168,8 +168,10 @@ class RetrievalCache:
         """The slot of the first of the next `n` tokens, where a pass over them attends to all slots before their own in
         every layer; else `None`. Comes after `prepare`."""
         slot = self._slots_from(self.length).slot
-        windows = self.source.config.sliding_windows
+        windows, rooms = self.source.config.sliding_windows, {keys.shape[1] for keys, _ in self._buffers}
         if not isinstance(slot, int) or self.at or any(window and window < slot + n for window in windows):
+            return None
+        if len(rooms) > 1:  # memory ran out as they grew
             return None
         return slot
 

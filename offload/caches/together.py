@@ -86,6 +86,10 @@ class JoinedRetrievalCache(JoinedCache):
         self._step: PreparedPieces | None = None
         self._may_step = False
 
+    def held(self) -> Held:
+        """See `offload.held`: beside the caches, for the pass that came last."""
+        yield from (("scratch", tensor) for tensor in (*self._rotation, *(self._step.tensors() if self._step else ())))
+
     def prepare(self, n: int) -> None:
         super().prepare(n)
         caches, rope = self._caches, self._caches[0].rope

@@ -25,7 +25,7 @@ from ...tp.decoder import Cache, Decoder
 from ...tp.parallel.ranks import ALONE, Ranks
 from ...tp.rope import RopeRows
 from ..caches.shared_attention import rows_of
-from ..caches.together import JoinedFullCache, together
+from ..caches.together import JoinedFullCache, JoinedRetrievalCache, together
 from ..caches.token_slots import TokenSlots
 from ..held import Held
 from .capture import Capture, first_reason
@@ -201,7 +201,7 @@ class JoinedPasses:
     def held(self) -> Held:
         """See `offload.held`: what was captured, and what the caches have together."""
         yield from self._captures.held()
-        if isinstance(self._cache, JoinedFullCache):
+        if isinstance(self._cache, JoinedFullCache | JoinedRetrievalCache):
             yield from self._cache.held()
 
     def was_steady(self) -> bool:

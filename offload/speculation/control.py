@@ -162,8 +162,9 @@ class DraftControl:
         end, by what is expected to be fastest, unless that is fixed; returns the seconds per token of each sequence
         that are expected of this tier.
 
-        Args: `filling`: see `StepCost`.
+        Args: `filling`: see `StepCost`; measured, so it counts only where the number may follow from times.
         """
+        filling = filling if self.adapts_to_time else 0.0
         if self.lower is None or self._rests(batch):
             return self.cost.seconds(batch)
         draft_seconds = self.lower.choose_lengths(batch)

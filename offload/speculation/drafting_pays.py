@@ -39,7 +39,7 @@ KEEP, MARGIN = 0.98, 0.95
 that stopped begins again at the second. What is expected is not that exact, and nothing is lost where hardly any time
 would be gained."""
 
-_FILLED = 0.1
+_MOST_FILLING = 0.1
 """Caches of those that draft are filled for a try alone where that takes at most this share of the time that the tokens
 to come take without drafts."""
 
@@ -143,7 +143,7 @@ class DraftingPays:
         known_plain = self._plain_batch == step.batch and self._plain.count >= _ENOUGH
         on = seconds < plain * (KEEP if self.on else MARGIN)
         best = min(seconds, plain)
-        too_short = not on and step.filling > _FILLED * plain  # for a try
+        too_short = not on and step.filling > _MOST_FILLING * plain  # for a try
         if self._written < LEARNING:
             self.on = on
             tried = self._plain.count if self._plain_batch == step.batch else 0

@@ -194,7 +194,7 @@ typedef struct {
 /* Adds what rows gave to chunks, in the mean over rows and the `group` query heads of a KV head, to `mean` [num_kv_heads]
  * [max_chunks], of which the first `kept` count with 1 - `weight` and others not at all; what is not finite counts as 0 or as
  * the largest number. `lse` is that of each row over all keys, which shares become relative to where there are several parts.
- * 0; 2 if this processor has not the level, LEVEL_AVX2. */
+ * There is a row at least. 0; 2 if this processor has not the level, LEVEL_AVX2. */
 EXPORT int triforce_add_mass(float *mean, int64_t max_chunks, int64_t num_kv_heads, int64_t group, int64_t rows,
                              const MassPart *parts, int64_t count, const float *lse, int64_t lse_head, int64_t lse_row,
                              int64_t kept, double weight);

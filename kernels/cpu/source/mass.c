@@ -42,6 +42,7 @@ int triforce_add_mass(
 {
     if (triforce_cpu_level() < LEVEL_AVX2)
         return 2;
+    kept = smaller(kept, max_chunks);
     const float share = 1.0f / (float)(group * rows);
     float sums[SOME];
     for (int64_t head = 0; head < num_kv_heads; head++, mean += max_chunks) {

@@ -10,7 +10,9 @@ from hypothesis import strategies as st
 from profiles import examples
 from tiny import random_tokens, save_family, save_llama
 from tiny_caches import append, full_cache, moving_cache, streaming_cache
+from triforce.kernels.attention import StepPiece, prepared_pieces
 from triforce.kernels.cpu.library import Level, cpu_level
+from triforce.kernels.layers import steps_are_compiled
 from triforce.kernels.selection import use_kernels
 from triforce.offload import Engine, Sampling
 from triforce.offload.caches.full import MASS_ROWS, FullCache
@@ -213,7 +215,7 @@ def test_steps_of_several_sequences_have_the_bits_that_each_has_alone(tmp_path, 
         want = [attended(cache, [layer[i] for layer in given]) for i, cache in enumerate(alone)]
         for ours, theirs in zip(got, zip(*want, strict=True), strict=True):
             assert torch.equal(ours, torch.cat(theirs, 1))
-    assert (prepared > 0) == (cpu_level() > Level.NONE and family != "mistral-window")
+    assert (prepared > 0) == (cpu_level() >= Level.AVX512_BF16 and family != "mistral-window")
     for layer in range(decoder.config.num_layers):
         for cache, other in zip(caches, alone, strict=True):
             start = cache.start
@@ -255,6 +257,19 @@ def test_retrieval_caches_of_several_sequences_have_the_bits_that_each_has_alone
         for ours, theirs in zip(got, zip(*want, strict=True), strict=True):
             assert torch.equal(ours, torch.cat(theirs, 1))
     assert [found.length for _, found in both] == [found.length for _, found in others]
+
+
+def test_nothing_is_prepared_where_a_processor_has_no_kernel_that_copies_rows():
+    """That kernel is compiled for AVX-512 BF16: another processor would end the process."""
+    q, k = torch.randn(1, 4, 32).transpose(0, 1), torch.randn(1, 2, 32).transpose(0, 1)
+    caches, piece = [(torch.zeros(2, 64, 32), torch.zeros(2, 64, 32))], StepPiece(slice(0, 1), 0, 0, 64, 3)
+
+    def prepared():
+        return prepared_pieces(q, k, caches, [[piece]], [(0, 3, slice(0, 1))], scale=0.2)
+
+    assert (prepared() is not None) == steps_are_compiled(CPU, torch.float32, 32)
+    with use_kernels(layers="plain"):
+        assert prepared() is None
 
 
 @pytest.mark.skipif(cpu_level() == Level.NONE, reason="needs the compiled kernels")

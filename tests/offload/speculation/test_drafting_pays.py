@@ -6,8 +6,9 @@ from dataclasses import dataclass, replace
 import pytest
 from tiny import greedy_oracle, random_tokens, save_llama
 from triforce.offload import Engine, Request, Sampling
+from triforce.offload.speculation.control import DraftControl
 from triforce.offload.speculation.drafting_pays import DraftingPays
-from triforce.offload.speculation.lengths import Acceptance, PassCost, StepCost
+from triforce.offload.speculation.lengths import Acceptance, DraftTokens, PassCost, StepCost
 from triforce.offload.speculation.refresh import RetrievalWork, next_work
 
 GREEDY = Sampling(temperature=0.0)
@@ -156,6 +157,17 @@ def test_caches_are_filled_where_the_tokens_to_come_are_worth_it(filling, drafts
         pays.note(replace(first, filling=0.0), 4, 4, 3.0, first.expected(4))
     tokens, _, probe = pays.decide(pays.known(first), 8)
     assert (tokens > 0) == drafts and (drafts or not probe)
+
+
+def test_lengths_that_must_not_follow_from_times_do_not_follow_from_what_filling_takes():
+    def lengths(filling):
+        control = DraftControl("verify", PassCost(1.0, 0.02), adapts_to_time=False)
+        control.draft_with(DraftControl("retrieval", PassCost(0.05, 0.001)), DraftTokens(None, 8), None)
+        control.choose_lengths(2, filling)
+        return control.decisions
+
+    assert lengths(0.0)[0] > 0
+    assert lengths(1e3) == lengths(0.0)
 
 
 def test_where_drafting_loses_it_is_tried_if_filling_caches_takes_next_to_nothing():

@@ -137,7 +137,7 @@ class Answering:
             self._count_traffic(session)
 
     def _begins_round(self, event: Event) -> bool:
-        """Whether an event is the first one of a round, or stands for slices of a prefill."""
+        """Whether an event is the first one of a round that follows another, or of no answer's tokens."""
         if not isinstance(event, Written):
             return event is None
         begins = event.task in self._written

@@ -24,8 +24,13 @@
 
 /* The memory for temporaries that a thread keeps as long as it lives. Where an allocator gives freed memory back to the system,
  * each call would wait for as many pages to be cleared as it writes. */
-static _Thread_local float *kept_room;
-static _Thread_local int64_t kept_floats;
+#ifdef _MSC_VER
+#define OF_THREAD __declspec(thread)
+#else
+#define OF_THREAD _Thread_local
+#endif
+static OF_THREAD float *kept_room;
+static OF_THREAD int64_t kept_floats;
 #ifndef _WIN32
 static pthread_key_t room_key;
 static pthread_once_t room_once = PTHREAD_ONCE_INIT;
