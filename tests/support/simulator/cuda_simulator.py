@@ -58,6 +58,8 @@ class Memory:
     host: bool | None = False
     """`None` of what was made of nothing: it is where the first operation wants it that takes something else too."""
     pinned: bool = False
+    pooled: bool = False
+    """See `Simulator.in_pool`."""
     accesses: list[Access] = field(default_factory=list)
 
 
@@ -191,6 +193,8 @@ class Simulator:
         """Bytes of the device's memory that are taken now, and that were taken at most since `peak` was set."""
         self.limit = math.inf
         """Bytes beyond which the device refuses, as CUDA's allocator does."""
+        self.pooled = 0
+        """Of those that are taken, what is not held against the limit."""
         self.others = 0
         """Bytes that other processes have of them."""
         self.workspaces = 0
@@ -201,7 +205,7 @@ class Simulator:
         """What was refused so far."""
         self._memories: dict[int, Memory] = {}
         self._modes: list[Any] = []
-        self._open = False
+        self._open = self._in_pool = False
 
     def runtime(self) -> Any:
         return SimulatedRuntime(self)
@@ -241,8 +245,9 @@ class Simulator:
         if found is None:
             pinned = self._is_locked(storage.data_ptr())
             found = Memory(self.current.number, storage.data_ptr(), storage.nbytes(), host=pinned, pinned=pinned)
+            found.pooled = self._in_pool and not pinned
             if not pinned:
-                self._take(found.size)  # what is refused is not there, whoever may have the tensor
+                self._take(found.size, found.pooled)  # what is refused is not there, whoever may have the tensor
             self._memories[key] = found
             weakref.finalize(storage, self._freed, key)
         return found
@@ -251,7 +256,7 @@ class Simulator:
         """Forgets who used memory that turns out to be the host's."""
         for memory in self._memories.values():
             if memory.address <= address < memory.address + memory.size:
-                self._take(0 if memory.host else -memory.size)
+                self._take(0 if memory.host else -memory.size, memory.pooled)
                 memory.host = memory.pinned = True
                 memory.accesses.clear()
 
@@ -267,7 +272,7 @@ class Simulator:
 
     def put(self, memory: Memory, host: bool) -> None:
         if host and not memory.host:
-            self._take(-memory.size)
+            self._take(-memory.size, memory.pooled)
         memory.host = host
         if host:
             memory.accesses.clear()
@@ -277,30 +282,60 @@ class Simulator:
         yet."""
         yield from ((key, memory) for key, memory in list(self._memories.items()) if not memory.host)
 
-    def _take(self, size: int) -> None:
+    @property
+    def taken(self) -> int:
+        """Bytes of the device's memory that are held against the limit."""
+        return self.live - self.pooled
+
+    @contextmanager
+    def in_pool(self) -> Iterator[None]:
+        """Within, what is taken is not held against the limit: it stands for a captured pass's own memory."""
+        before, self._in_pool = self._in_pool, True
+        try:
+            yield
+        finally:
+            self._in_pool = before
+
+    def out_of_pool(self, tensor: Tensor) -> None:
+        """Holds a tensor's memory against the limit, whatever it was taken for.
+
+        Raises:
+            torch.OutOfMemoryError: there is not so much.
+        """
+        memory = self.memory(tensor)
+        if memory.pooled:
+            self._take(-memory.size, pooled=True)
+            memory.pooled = False
+            self._take(memory.size)
+
+    def _take(self, size: int, pooled: bool = False) -> None:
         """Counts memory of the device that is taken or, below 0, given back.
+
+        Args: `pooled` says whether it is not held against the limit.
 
         Raises:
             torch.OutOfMemoryError: there is not so much.
         """
         others = self.others + self.workspaces + self.outside
-        if size > 0 and self.live + size + others > self.limit:
-            self.refused.append(f"{size} bytes beside {self.live} and others' {others} of {self.limit}")
+        if size > 0 and not pooled and self.taken + size + others > self.limit:
+            self.refused.append(f"{size} bytes beside {self.taken} and others' {others} of {self.limit}")
             raise torch.OutOfMemoryError(f"out of memory: {self.refused[-1]}")
         self.live += size
+        self.pooled += size if pooled else 0
         self.peak = max(self.peak, self.live)
 
     def borrow(self, size: int) -> None:
         """Counts memory of the device that an operation takes besides its result, and gives back when it ends."""
-        self._take(size)
-        self._take(-size)
+        self._take(size, self._in_pool)
+        self._take(-size, self._in_pool)
 
     def _is_locked(self, address: int) -> bool:
         return any(start <= address < start + size for start, size in self.locked.items())
 
     def _freed(self, key: int) -> None:
         memory = self._memories.pop(key, None)
-        self._take(0 if memory is None or memory.host else -memory.size)
+        if memory is not None and not memory.host:
+            self._take(-memory.size, memory.pooled)
         if memory is None or not self._open or (memory.host and not memory.pinned):
             return
         owner = self.host if memory.pinned else _join(dict(self.streams[memory.allocated_on].clock), self.host)

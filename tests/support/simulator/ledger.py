@@ -19,6 +19,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from inspect import isgenerator
 from itertools import islice
 from pathlib import Path
@@ -170,7 +171,9 @@ class Ledger:
 
 
 class Measuring(Recorder):
-    """Notes what passes take while they run, which as captured ones they take from their pool."""
+    """Notes what passes take while they run, which as captured ones they take from their pool. There a GPU uses memory
+    again that a tape keeps for good: of that only a pass's result is held against the simulator's limit. The rest, and
+    what replaying takes, is `Ledger`'s to compare, by what was noted."""
 
     def __init__(self, simulator: Simulator) -> None:
         super().__init__()
@@ -185,6 +188,16 @@ class Measuring(Recorder):
         self.taken[getattr(run, "__self__")] = simulator.peak - simulator.live  # noqa: B009 (of a method)
         simulator.peak = max(peak, simulator.peak)
         return result
+
+    def capture(self, run: Callable[[Callable], Tensor], pool: None) -> tuple[list[Callable[[], None]], Tensor]:
+        with self._simulator.in_pool():
+            replays, result = super().capture(run, pool)
+        self._simulator.out_of_pool(result)
+        return [partial(self._replay, replay) for replay in replays], result
+
+    def _replay(self, replay: Callable[[], None]) -> None:
+        with self._simulator.in_pool():
+            replay()
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
@@ -251,6 +264,7 @@ def _play(models: Path, seed: int, steps: int, folder: Path, ranks: int = 1) -> 
     if settings["dtype"] == "bfloat16" and settings["resident"] is not None:
         settings["pack"] = chance.choice(["on", "off"])
     simulator, limits, host, length, device_bytes = Simulator(), LIMITS, HOST, chance.randint(40, 300), None
+    captures = seed % 3 == 0 and ranks == 1
     if seed % 4 == 1:
         limits, host, length = FEW_BUFFERS, staged(simulator, random.Random(seed), HOST), chance.randint(500, 900)
         settings |= {"resident": 0, "block_length": chance.choice([1, 6, 24])}
@@ -259,12 +273,12 @@ def _play(models: Path, seed: int, steps: int, folder: Path, ranks: int = 1) -> 
         settings |= {"resident": None, "dtype": "float32"}  # in PyTorch's operations 16 bits take more than on a GPU
         settings.pop("pack", None)
         limits = replace(LIMITS, free_varies=0.0)  # of a GPU that is mostly reserve
-        device_bytes, simulator.limit = device_memory(target, settings, length + 100, chance, ranks)
+        device_bytes, simulator.limit = device_memory(target, settings, length + 100, chance, ranks, captures=captures)
     system = simulated_system(simulator, limits, host, device_bytes)
     with without_collection(), as_on_a_gpu(), simulator:
         given = {"device": "cpu", "gpus": ranks, "system": system, "store": ContextStore(folder)} | settings
         engine = Engine.load(target, **given)
-        if seed % 3 == 0 and ranks == 1:
+        if captures:
             engine._capture = Measuring(simulator)
         ledger = Ledger(engine, simulator)
         history = _History(engine, ledger, chance, length)
@@ -296,16 +310,18 @@ def least_memory(target: Path, settings: dict[str, Any], length: int, ranks: int
 
 
 def device_memory(
-    target: Path, settings: dict[str, Any], length: int, chance: random.Random, ranks: int
+    target: Path, settings: dict[str, Any], length: int, chance: random.Random, ranks: int, *, captures: bool
 ) -> tuple[int, int]:
     """The memory of a GPU in bytes that holds none, some or all of the keys and values of so many tokens, and the
-    memory beyond which it refuses: what is left of it without the plan's reserve, and one in a hundred more."""
+    memory beyond which it refuses: what is left of it without the plan's reserve, and one in a hundred more. Where
+    passes are captured, the part of the reserve that is for them, too: what they are given and bring is held against
+    the limit."""
     request = request_of(target, settings, length, ranks)
     plan = make_plan(replace(request, gpu_bytes=2**40, kernels=False))
     least = make_plan(replace(plan.request, context=1))  # what is checked before weights are loaded
     needed = plan.weights + plan.working + int(chance.uniform(0.0, 1.1) * plan.kv)
     needed = max(needed, least.weights + least.working + least.resident_kv)
-    return with_reserve(plan, needed), int(1.01 * needed)
+    return with_reserve(plan, needed), int(1.01 * needed) + (plan.reserve_parts["graphs"] if captures else 0)
 
 
 def with_reserve(plan: RunPlan, needed: int) -> int:

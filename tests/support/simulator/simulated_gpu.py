@@ -31,7 +31,7 @@ def simulated_system(
     def memory(_: torch.device) -> DeviceMemory | None:
         if device_bytes is None:
             return None
-        taken = simulator.live + simulator.workspaces
+        taken = simulator.taken + simulator.workspaces
         return DeviceMemory(device_bytes - taken - simulator.others - simulator.outside, device_bytes, taken)
 
     return System(
