@@ -267,7 +267,7 @@ class PreparedPieces:
                 call.running_head = self._running.stride(0)
             lse_at += 4 * call.num_heads * call.n
             array[i], offsets[i] = call, (_offset(k, piece.first), _offset(v, piece.first))
-        fields = np.frombuffer(array, dtype=np.int64).reshape(len(pieces), -1)
+        fields = np.frombuffer(memoryview(array), dtype=np.int64).reshape(len(pieces), -1)
         numbers = np.array([[2 * piece.cache, 2 * piece.cache + 1] for piece in pieces])
         return _PreparedCall(array, fields, numbers, offsets)
 

@@ -72,7 +72,7 @@ class LookupControl(DraftControl):
             self._tried = True
             self.model.judge(sequence, proposed, accepted)
 
-    def choose_lengths(self, batch: int = 1) -> float:
+    def choose_lengths(self, batch: int = 1, filling: float = 0.0) -> float:
         if self.model is None:
             return LOOKUP_SECONDS
         seconds, upper = self.model.choose_lengths(batch), self._upper
