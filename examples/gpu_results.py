@@ -347,7 +347,8 @@ def memory(device: str, quick: bool) -> Iterator[tuple[str, Any]]:
     weights: Any = RandomWeights(target.dtype, where)
     of_embeddings = make_link(where).host_memory if reads_host_memory(where) else None
     decoders = [Decoder(config, weights, where, host_memory=of_embeddings) for config in (target, draft)]
-    engine = Engine(decoders[0], decoders[1], Settings(budget=budget))
+    # So few tokens would not be worth filling caches for drafts.
+    engine = Engine(decoders[0], decoders[1], Settings(budget=budget, block_length=4 if quick else None))
     plan = engine.plan(tokens + new_tokens, answer=new_tokens)
     yield "tokens", {"prompt": tokens, "new": new_tokens, "budget": plan.budget, "streamed_kv": plan.streamed_kv}
 
