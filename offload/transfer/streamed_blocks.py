@@ -335,7 +335,7 @@ class StreamedBlocks:
                 self._take_up(layer, self._seen)
             begin, end = first // size * size, -(-stop // size) * size
             # One piece for flash kernels; float32, which they do not take, needs memory by the keys of a piece.
-            step = end - begin if self.dtype.itemsize == 2 else size
+            step = max(size, end - begin) if self.dtype.itemsize == 2 else size
             for position in range(begin, end, step):
                 yield position, self._workspace[:, :, position : position + step]
             if layer == len(self._open) - 1 and stop == self._stop > self._start:

@@ -5,8 +5,8 @@ import random
 from typing import Any
 
 import pytest
-from tiny import random_tokens
-from triforce.offload import Ended, Request, Sampling
+from tiny import random_tokens, save_family
+from triforce.offload import Ended, Engine, Request, Sampling
 from triforce.offload.batch.sequence import ActiveSequence
 from triforce.offload.batch.sequence_setup import SequenceSetup
 from triforce.offload.limits import Limits
@@ -65,6 +65,18 @@ def test_texts_do_not_depend_on_when_anything_is_drafted(models, settings, monke
         order = rng.sample(range(len(PROMPTS)), 7)
         found = texts(engine, [PROMPTS[i] for i in order], lambda: rng.random() < 0.4)
         assert found == [alone[i] for i in order]
+
+
+def test_a_prompt_whose_windows_do_not_reach_what_it_shares_is_read_beside_another(tmp_path):
+    """In 16 bits, where keys and values stream: of what is shared no layer sees anything any more."""
+    save_family(tmp_path, "mistral-window", head_dim=32, hidden_size=64, max_position_embeddings=4096)
+    limits = Limits(largest_block=1024, tiling=Tiling(512, 256, 1024))
+    given = {"device": "cpu", "dtype": "bfloat16", "resident": 0.0, "tiers": 1, "system": System(limits=limits)}
+    engine = Engine.load(tmp_path, "none", **given)
+    book = random_tokens(1100, seed=3)
+    prompts = [[*book, *random_tokens(200, seed=5)], [*book, *random_tokens(500, seed=6)]]
+    alone = [engine.generate(prompt, GREEDY, 10, ignore_eos=True, reuse=0).token_ids for prompt in prompts]
+    assert texts(engine, prompts, lambda: True) == alone
 
 
 def test_an_answer_that_nothing_is_drafted_for_fills_no_cache_for_it(models, monkeypatch):
