@@ -38,6 +38,18 @@ def decides(monkeypatch, drafts):
     monkeypatch.setattr(DraftControl, "_by_time", by_time)
 
 
+def noting_fills(monkeypatch):
+    """The sequences whose drafting caches are filled from here on."""
+    filled, real = [], ActiveSequence.fill_drafting_caches
+
+    def noted(sequence, **given):
+        filled.append(sequence)
+        real(sequence, **given)
+
+    monkeypatch.setattr(ActiveSequence, "fill_drafting_caches", noted)
+    return filled
+
+
 def texts(engine, prompts, joins, new_tokens=10, most=4):
     """What is written after these prompts, each of which joins where `joins()`, or where nobody runs; by its index."""
     left, found = list(enumerate(prompts)), dict[int, Any]()
@@ -80,14 +92,7 @@ def test_a_prompt_whose_windows_do_not_reach_what_it_shares_is_read_beside_anoth
 
 
 def test_an_answer_that_nothing_is_drafted_for_fills_no_cache_for_it(models, monkeypatch):
-    engine, filled = models.engine("llama"), []
-    real = ActiveSequence.fill_drafting_caches
-
-    def counted(sequence, **given):
-        filled.append(sequence)
-        real(sequence, **given)
-
-    monkeypatch.setattr(ActiveSequence, "fill_drafting_caches", counted)
+    engine, filled = models.engine("llama"), noting_fills(monkeypatch)
     decides(monkeypatch, lambda: 3)
     alone = [texts(engine, [prompt], lambda: True)[0] for prompt in PROMPTS[:3]]
     assert len(filled) == 3
@@ -99,14 +104,7 @@ def test_an_answer_that_nothing_is_drafted_for_fills_no_cache_for_it(models, mon
 
 @pytest.mark.parametrize(("seconds", "fills"), [(1e3, False), (0.0, None)])
 def test_short_answers_fill_no_cache_where_that_takes_longer_than_they_do(models, monkeypatch, seconds, fills):
-    engine, filled = models.engine("llama"), []
-    real = ActiveSequence.fill_drafting_caches
-
-    def counted(sequence, **given):
-        filled.append(sequence)
-        real(sequence, **given)
-
-    monkeypatch.setattr(ActiveSequence, "fill_drafting_caches", counted)
+    engine, filled = models.engine("llama"), noting_fills(monkeypatch)
     monkeypatch.setattr(SequenceSetup, "note_filling", lambda setup, took: None)
     monkeypatch.setattr(PassTimes, "filling", lambda times: seconds)
     alone = [engine.generate(prompt, GREEDY, 10, ignore_eos=True).token_ids for prompt in PROMPTS[:3]]
