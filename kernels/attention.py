@@ -35,6 +35,7 @@ from .cpu.attention import (
 )
 from .cpu.library import Level, cpu_level
 from .flash import FlashKernel, attend_flash, flash_cpu, flash_cuda, flash_package
+from .layers import steps_are_compiled
 from .packages import OLDEST_GPU, usable_packages
 from .partials import add_partial, merge_partials, new_running
 from .plain_attention import Scratch, attend_plain
@@ -226,7 +227,7 @@ def prepared_step(
     `None` where the compiled kernels do not compute that."""
     if q.shape[1] > STEP_ROWS or not takes_blocks(q, blocks) or not has_plain_rows(k, v, out) or k.dtype != q.dtype:
         return None
-    if _backend_of(q, flash_mask=True, plain_rows=True) != "compiled" or not _copies_rows(q):
+    if not steps_are_compiled(q.device, q.dtype, q.shape[2]):
         return None
     return PreparedStep(q, k, v, blocks, out, lse, scale, window)
 
@@ -243,19 +244,14 @@ def prepared_pieces(
     """What writes the rows of a step into the caches of several sequences and attends to them, each row as `attend`
     does that, for one layer after another: see `PreparedPieces`. `None` where the compiled kernels do not compute
     that."""
-    if q.shape[1] > STEP_ROWS or k.dtype != q.dtype or not _copies_rows(q):
+    # Rows are put into their places by a kernel that needs more of a processor than attention does.
+    if q.shape[1] > STEP_ROWS or k.dtype != q.dtype or not steps_are_compiled(q.device, q.dtype, q.shape[2]):
         return None
     for keys, values in caches:
         whole, plain_rows = keys.dim() == 3 or keys.shape[2] % TILE == 0, has_plain_rows(q, keys, values)
-        if not whole or any(_backend_of(q, mask, plain_rows) != "compiled" for mask in (False, True)):
+        if not whole or _backend_of(q, False, plain_rows) != "compiled":
             return None
     return PreparedPieces(q, k, caches, calls, written, scale)
-
-
-def _copies_rows(q: Tensor) -> bool:
-    """Whether the compiled kernels for the rows of a step, which put keys and values into their places, are there: they
-    need more of a processor than attention does."""
-    return q.device.type == "cpu" and cpu_level() >= Level.AVX512_BF16 and selected().layers is None
 
 
 def attend_pieces(q: Tensor, pieces: Sequence[Piece], *, scale: float, running: Tensor, out: Tensor) -> list[Tensor]:

@@ -279,10 +279,10 @@ class FullCache:
             self.windows.append(layer, start, k, v)
         else:
             self.blocks.append(place, start - self.start, k, v)
-        self._filled[layer] += k.shape[1]
+        self.appended(layer, k.shape[1])
 
     def appended(self, layer: int, n: int) -> None:
-        """Says that so many tokens were added to a layer, whose keys and values are in its blocks."""
+        """Says that so many tokens were added to a layer, whose keys and values are in their places."""
         self._filled[layer] += n
 
     def room_in_block(self) -> int:

@@ -128,8 +128,8 @@ class WindowBlocks:
             self._workspace = None
             # One piece for flash kernels; float32, which they do not take, needs memory by the keys of a piece.
             step = whole.shape[2] if whole.dtype.itemsize == 2 else self._layers[layer].size
-            for first in range(0, whole.shape[2], step):
-                yield base + first, whole[:, :, first : first + step]
+            for offset in range(0, whole.shape[2], step):
+                yield base + offset, whole[:, :, offset : offset + step]
             return
         yield from self._blocks(self._layers[layer], first, stop)
 
