@@ -27,6 +27,7 @@ from .cpu.attention import (
     PreparedPieces,
     PreparedStep,
     StepPiece,
+    StepRows,
     attend_compiled,
     attend_compiled_pieces,
     compiled_attention,
@@ -48,6 +49,7 @@ __all__ = [
     "PreparedStep",
     "Scratch",
     "StepPiece",
+    "StepRows",
     "accumulates",
     "attend",
     "attend_blocks",
@@ -221,20 +223,17 @@ def attend_blocks(
 
 
 def prepared_step(
-    q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, out: Tensor, lse: Tensor, *, scale: float, window: int | None
+    rows: StepRows, blocks: Tensor, lse: Tensor, *, scale: float, window: int | None
 ) -> PreparedStep | None:
-    """What writes `k` and `v` into a blocked cache and does what `attend_blocks` does, rounded, see `PreparedStep`;
-    `None` where the compiled kernels do not compute that."""
-    if q.shape[1] > STEP_ROWS or not takes_blocks(q, blocks) or not has_plain_rows(k, v, out) or k.dtype != q.dtype:
+    """What writes the keys and values of `rows` into a blocked cache and does what `attend_blocks` does, rounded, see
+    `PreparedStep`; `None` where the compiled kernels do not compute that."""
+    if not _are_compiled(rows) or not takes_blocks(rows.q, blocks) or not has_plain_rows(rows.k, rows.v, rows.out):
         return None
-    if not steps_are_compiled(q.device, q.dtype, q.shape[2]):
-        return None
-    return PreparedStep(q, k, v, blocks, out, lse, scale, window)
+    return PreparedStep(rows, blocks, lse, scale, window)
 
 
 def prepared_pieces(
-    q: Tensor,
-    k: Tensor,
+    rows: StepRows,
     caches: Sequence[tuple[Tensor, Tensor]],
     calls: Sequence[Sequence[StepPiece]],
     written: Sequence[tuple[int, int, slice]],
@@ -244,14 +243,20 @@ def prepared_pieces(
     """What writes the rows of a step into the caches of several sequences and attends to them, each row as `attend`
     does that, for one layer after another: see `PreparedPieces`. `None` where the compiled kernels do not compute
     that."""
-    # Rows are put into their places by a kernel that needs more of a processor than attention does.
-    if q.shape[1] > STEP_ROWS or k.dtype != q.dtype or not steps_are_compiled(q.device, q.dtype, q.shape[2]):
+    if not _are_compiled(rows):
         return None
     for keys, values in caches:
-        whole, plain_rows = keys.dim() == 3 or keys.shape[2] % TILE == 0, has_plain_rows(q, keys, values)
-        if not whole or _backend_of(q, False, plain_rows) != "compiled":
+        whole, plain_rows = keys.dim() == 3 or keys.shape[2] % TILE == 0, has_plain_rows(rows.q, keys, values)
+        if not whole or _backend_of(rows.q, False, plain_rows) != "compiled":
             return None
-    return PreparedPieces(q, k, caches, calls, written, scale)
+    return PreparedPieces(rows, caches, calls, written, scale)
+
+
+def _are_compiled(rows: StepRows) -> bool:
+    """Whether the compiled kernels take such rows as a step's: a kernel puts them into their places that needs more of
+    a processor than attention does."""
+    q = rows.q
+    return q.shape[1] <= STEP_ROWS and rows.k.dtype == q.dtype and steps_are_compiled(q.device, q.dtype, q.shape[2])
 
 
 def attend_pieces(q: Tensor, pieces: Sequence[Piece], *, scale: float, running: Tensor, out: Tensor) -> list[Tensor]:

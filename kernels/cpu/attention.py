@@ -119,25 +119,41 @@ def _call_for(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: 
     return call
 
 
+@dataclass(frozen=True, slots=True)
+class StepRows:
+    """Where the rows of a step are in each layer: what attention is given, and what it gives."""
+
+    q: Tensor
+    """Rotated queries `[num_heads, n, head_dim]`."""
+    k: Tensor
+    """Rotated keys `[num_kv_heads, n, head_dim]`."""
+    v: Tensor
+    """Values, as `k`."""
+    out: Tensor
+    """Results, as `q`."""
+
+    @classmethod
+    def like(cls, q: Tensor, k: Tensor) -> StepRows:
+        """New memory for rows like these."""
+
+        def rows(like: Tensor) -> Tensor:
+            heads, n, head_dim = like.shape
+            return torch.empty(n, heads, head_dim, dtype=like.dtype, device=like.device).transpose(0, 1)
+
+        return cls(rows(q), rows(k), rows(k), rows(q))
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        return self.q, self.k, self.v, self.out
+
+
 class PreparedStep:
     """Writes a step's keys and values behind a layer's others, and attends to all of them, time after time with rows
     and results at the same places. What the kernels are asked is made up once: that takes Python about as long as they
     take."""
 
-    def __init__(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        blocks: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        scale: float,
-        window: int | None,
-    ) -> None:
+    def __init__(self, rows: StepRows, blocks: Tensor, lse: Tensor, scale: float, window: int | None) -> None:
         """Args:
-        q, out: `[num_heads, n, head_dim]`; this and all others must stay where they are.
-        k, v: `[num_kv_heads, n, head_dim]`.
+        rows: this and all others must stay where they are.
         blocks: `[num_blocks, 2, num_kv_heads, block_size, head_dim]`, keys and values.
         lse: room for the log-sum-exps, `[num_heads, n]` float32, contiguous.
         window: see `attend`.
@@ -145,14 +161,15 @@ class PreparedStep:
         kernels = loaded()
         assert kernels is not None
         self._copy, (block, half, head, row, _) = kernels.triforce_rotate, blocks.stride()
-        self._call = _call_for(q, blocks[:, 0], blocks[:, 1], out, lse, scale)
+        self._call = _call_for(rows.q, blocks[:, 0], blocks[:, 1], rows.out, lse, scale)
         self._call.window = _NO_WINDOW if window is None else window
         self._blocks, self._size, self._block_size = blocks.data_ptr(), blocks.element_size(), blocks.shape[3]
         self._block, self._row = block, row
-        heads, n, head_dim = k.shape
+        heads, n, head_dim = rows.k.shape
         into = head, row, None, heads, n, head_dim, blocks.dtype == torch.bfloat16
         self._copies = [
-            ((x.data_ptr(), x.stride(0), x.stride(1), None, None, 0), i * half, into) for i, x in enumerate((k, v))
+            ((x.data_ptr(), x.stride(0), x.stride(1), None, None, 0), i * half, into)
+            for i, x in enumerate((rows.k, rows.v))
         ]
 
     def __call__(self, start: int, m: int) -> None:
@@ -213,15 +230,14 @@ class PreparedPieces:
 
     def __init__(
         self,
-        q: Tensor,
-        k: Tensor,
+        rows: StepRows,
         caches: Sequence[tuple[Tensor, Tensor]],
         calls: Sequence[Sequence[StepPiece]],
         written: Sequence[tuple[int, int, slice]],
         scale: float,
     ) -> None:
         """Args:
-        q, k: `[num_heads, n, head_dim]` and `[num_kv_heads, n, head_dim]`; what all layers' rows are like.
+        rows: of the layer that comes next, or came last; they must stay where they are.
         caches: keys and values of some layer, both `[num_kv_heads, room, head_dim]`, or in blocks
             `[num_blocks, num_kv_heads, block_size, head_dim]`.
         calls: pieces of these caches; each item is of one call of the kernel, in which no two have a row in common.
@@ -232,15 +248,8 @@ class PreparedPieces:
         kernels = loaded()
         assert kernels is not None
         self._copy, self._attend = kernels.triforce_rotate, kernels.triforce_attend
-        (num_heads, n, head_dim), num_kv_heads = q.shape, k.shape[0]
-        like = {"dtype": q.dtype, "device": q.device}
-
-        def rows(heads: int) -> Tensor:
-            return torch.empty(n, heads, head_dim, **like).transpose(0, 1)
-
-        self.q, self.out, self.k, self.v = rows(num_heads), rows(num_heads), rows(num_kv_heads), rows(num_kv_heads)
-        """Queries and results `[num_heads, n, head_dim]`, keys and values `[num_kv_heads, n, head_dim]`, of the layer
-        that comes next, or came last."""
+        q, (num_heads, n, head_dim), num_kv_heads = rows.q, rows.q.shape, rows.k.shape[0]
+        self.rows = rows
         self._no_keys = new_running(q) if len(calls) > 1 else None
         self._running = None if self._no_keys is None else torch.empty_like(self._no_keys)
         self._lse = torch.empty(num_heads * n, dtype=torch.float32, device=q.device)
@@ -248,7 +257,7 @@ class PreparedPieces:
         size, kind = q.element_size(), q.dtype == torch.bfloat16
         self._copies = []
         for number, start, of_rows in written:
-            for i, (x, cache) in enumerate(zip((self.k, self.v), caches[number], strict=True)):
+            for i, (x, cache) in enumerate(zip((rows.k, rows.v), caches[number], strict=True)):
                 source = x.data_ptr() + of_rows.start * x.stride(1) * size, x.stride(0), x.stride(1), None, None, 0
                 into = cache.stride(-3), cache.stride(-2), None, num_kv_heads, of_rows.stop - of_rows.start, head_dim
                 self._copies.append((source, 2 * number + i, _offset(cache, start), (*into, kind)))
@@ -260,7 +269,8 @@ class PreparedPieces:
         offsets = np.empty((len(pieces), 2), dtype=np.int64)
         for i, piece in enumerate(pieces):
             k, v = caches[piece.cache]
-            call = _call_for(self.q[:, piece.rows], k, v, self.out[:, piece.rows], self._lse, scale)
+            q, out = self.rows.q[:, piece.rows], self.rows.out[:, piece.rows]
+            call = _call_for(q, k, v, out, self._lse, scale)
             call.lse, call.m, call.diagonal, call.threads = lse_at, piece.m, piece.diagonal, threads()
             if self._running is not None:
                 call.running = self._running[:, piece.rows].data_ptr()
@@ -271,8 +281,8 @@ class PreparedPieces:
         numbers = np.array([[2 * piece.cache, 2 * piece.cache + 1] for piece in pieces])
         return _PreparedCall(array, fields, numbers, offsets)
 
-    def __call__(self, addresses: Sequence[int]) -> Tensor:
-        """Takes `k` and `v` into a layer's caches, and attends the rows of `q`: `out`, until the next call.
+    def __call__(self, addresses: Sequence[int]) -> None:
+        """Takes the rows into a layer's caches, and attends to these.
 
         Args: `addresses` of the layer's caches: of the first one's keys and values, of the second one's, and so on.
 
@@ -287,13 +297,12 @@ class PreparedPieces:
         for call in self._calls:
             call.fields[:, [_K, _V]] = call.offsets + places[call.numbers]
             if self._attend(call.array, len(call.array)):
-                raise MemoryError(_NO_MEMORY_FOR_PIECES.format(self.q.shape[1]))
-        return self.out
+                raise MemoryError(_NO_MEMORY_FOR_PIECES.format(self.rows.q.shape[1]))
 
     def tensors(self) -> tuple[Tensor, ...]:
         """What it keeps."""
         running = () if self._running is None or self._no_keys is None else (self._running, self._no_keys)
-        return self.q, self.k, self.v, self.out, self._lse, *running
+        return *self.rows.tensors(), self._lse, *running
 
 
 @dataclass(slots=True)

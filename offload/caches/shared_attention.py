@@ -9,7 +9,7 @@ from the sum over the one before. So a row's result has the bits that it has alo
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 
@@ -21,6 +21,7 @@ from ...kernels.attention import (
     PreparedPieces,
     Scratch,
     StepPiece,
+    StepRows,
     attend,
     attend_pieces,
     new_running,
@@ -161,33 +162,36 @@ class SharedAttention:
             found.append(holder)
         return found
 
-    def step(self, layer: int, q: Tensor, k: Tensor) -> PreparedPieces | None:
-        """What `take_step` takes rows like these with; `None` where `attend` has to."""
+    def step(self, layer: int, rows: Callable[[], StepRows]) -> PreparedPieces | None:
+        """What `take_step` takes a layer with; `None` where `attend` has to.
+
+        Args: `rows` gives where the pass's rows are, in all layers; it is asked once.
+        """
         blocks = self._layer_blocks(layer) if self._may_step else None
         if blocks is None or self._caches[0].config.sliding_window(layer) is not None:
             return None
         if self._step is None:
-            self._step = self._prepared(q, k, blocks)
+            self._step = self._prepared(rows(), blocks)
             self._may_step = self._step is not None
         return self._step
 
-    def _prepared(self, q: Tensor, k: Tensor, blocks: list[Tensor]) -> PreparedPieces | None:
+    def _prepared(self, rows: StepRows, blocks: list[Tensor]) -> PreparedPieces | None:
         """See `step`. Args: `blocks` are those of each holder in some layer."""
         if any(cache.collector for cache in self._caches):
             return None
         calls: list[list[StepPiece]] = [[]]
         for number, holder in enumerate(self._holders):
             for span, first, m in holder.parts:
-                ((rows, diagonal, _),) = self._seeing(span, holder.cache.start + first, m, None)
-                if calls[-1] and rows.start < calls[-1][-1].rows.stop:
+                ((seeing, diagonal, _),) = self._seeing(span, holder.cache.start + first, m, None)
+                if calls[-1] and seeing.start < calls[-1][-1].rows.stop:
                     calls.append([])
-                calls[-1].append(StepPiece(rows, number, first, m, m if diagonal is None else diagonal))
+                calls[-1].append(StepPiece(seeing, number, first, m, m if diagonal is None else diagonal))
         numbers = {holder.cache: number for number, holder in enumerate(self._holders)}
         starts = zip(self._caches, self._starts, self.rows, strict=True)
-        written = [(numbers[cache], start - cache.start, rows) for cache, start, rows in starts]
+        written = [(numbers[cache], start - cache.start, own) for cache, start, own in starts]
         caches = [(one[:, 0], one[:, 1]) for one in blocks]
         self._halves = [one.stride(1) * one.element_size() for one in blocks]
-        return prepared_pieces(q, k, caches, calls, written, scale=self._scale)
+        return prepared_pieces(rows, caches, calls, written, scale=self._scale)
 
     def _layer_blocks(self, layer: int) -> list[Tensor] | None:
         """Of each holder all blocks of a layer, where they lie together."""
@@ -198,13 +202,12 @@ class SharedAttention:
         together = [blocks for blocks in found if blocks is not None]
         return together if len(together) == len(found) else None
 
-    def take_step(self, layer: int, step: PreparedPieces, rows: tuple[Tensor, Tensor, Tensor]) -> Tensor:
-        """Takes queries, keys and values of a step, see `take_rows`: appends to a layer, and attends to all of it."""
+    def take_step(self, layer: int, step: PreparedPieces) -> None:
+        """Takes the rows of a step: appends to a layer, and attends to all of it."""
         began, blocks = time.perf_counter(), self._layer_blocks(layer)
         assert blocks is not None
         places = [one.data_ptr() for one in blocks]
-        addresses = [at for place, half in zip(places, self._halves, strict=True) for at in (place, place + half)]
-        out = take_rows(step, layer, rows, self._caches[0].rope, self.rotation, addresses)
+        step([at for place, half in zip(places, self._halves, strict=True) for at in (place, place + half)])
         for cache, count in zip(self._caches, self._counts, strict=True):
             cache.appended(layer, count)
         read = [holder.cache.reads.num_bytes for holder in self._holders]
@@ -212,7 +215,6 @@ class SharedAttention:
             for span, first, m in holder.parts:
                 holder.cache.count_read(min(m, span.stop - holder.cache.start - first))
         self._count_seconds(began, read)
-        return out
 
     def attend(self, layer: int, q: Tensor) -> Tensor:
         """Attention of rotated queries, in the order of the sequences, to what was appended last and all before it."""
@@ -391,27 +393,12 @@ def rows_of(counts: Sequence[int]) -> list[slice]:
     return [slice(first, stop) for first, stop in pairwise(accumulate(counts, initial=0))]
 
 
-def take_rows(
-    step: PreparedPieces,
-    layer: int,
-    rows: tuple[Tensor, Tensor, Tensor],
-    rope: Rope,
-    rotation: RopeRows,
-    addresses: Sequence[int],
-) -> Tensor:
-    """Takes a step's rows into the caches of a layer, and attends to these.
-
-    Args:
-        rows: queries `[num_heads, n, head_dim]`, keys and values `[num_kv_heads, n, head_dim]`, not yet rotated.
-        addresses: see `PreparedPieces`.
-
-    Returns:
-        `[num_heads, n, head_dim]`, until the next layer's.
-    """
-    for given, place in zip(rows[:2], (step.q, step.k), strict=True):
+def put_rows(rows: StepRows, layer: int, q: Tensor, k: Tensor, v: Tensor, rope: Rope, rotation: RopeRows) -> StepRows:
+    """Puts a layer's queries, keys and values, not yet rotated, where a step has them."""
+    for given, place in ((q, rows.q), (k, rows.k)):
         rope.rotate(layer, given, rotation, out=place)
-    copy_rows(rows[2], step.v)
-    return step(addresses)
+    copy_rows(v, rows.v)
+    return rows
 
 
 def _range(places: slice) -> range:

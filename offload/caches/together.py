@@ -7,12 +7,13 @@ them at once, so that a block is read, and crosses the link, once for everybody.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from ...kernels.attention import PreparedPieces, StepPiece, prepared_pieces
+from ...kernels.attention import PreparedPieces, StepPiece, StepRows, prepared_pieces
 from ...kernels.delta_rule import DeltaWeights
 from ...kernels.selection import on_cpu
 from ...tp.decoder import Cache
@@ -20,7 +21,7 @@ from ...tp.rope import RopeRows
 from ..held import Held
 from .full import FullCache
 from .retrieval import RetrievalCache
-from .shared_attention import SharedAttention, rows_of, take_rows
+from .shared_attention import SharedAttention, put_rows, rows_of
 
 
 def together(caches: Sequence[Cache]) -> JoinedCache:
@@ -104,25 +105,25 @@ class JoinedRetrievalCache(JoinedCache):
         caches = self._caches
         buffers = [cache.buffers(layer) for cache in caches]
         if self._may_step and self._step is None:
-            self._step = self._prepared(q, k, buffers)
+            self._step = self._prepared(StepRows.like(q, k), buffers)
             self._may_step = self._step is not None
         if self._step is None:
             return super().attend(layer, q, k, v)
-        addresses = [one.data_ptr() for both in buffers for one in both]
-        out = take_rows(self._step, layer, (q, k, v), caches[0].rope, self._rotation, addresses)
+        rows = put_rows(self._step.rows, layer, q, k, v, caches[0].rope, self._rotation)
+        self._step([one.data_ptr() for both in buffers for one in both])
         for cache, count in zip(caches, self.counts, strict=True):
             cache.appended(layer, count)
-        return out
+        return rows.out
 
-    def _prepared(self, q: Tensor, k: Tensor, buffers: list[tuple[Tensor, Tensor]]) -> PreparedPieces | None:
-        rows = rows_of(self.counts)
+    def _prepared(self, rows: StepRows, buffers: list[tuple[Tensor, Tensor]]) -> PreparedPieces | None:
+        own = rows_of(self.counts)
         pieces = [
             StepPiece(some, i, 0, keys.shape[1], slot)
-            for i, (some, slot, (keys, _)) in enumerate(zip(rows, self._slots, buffers, strict=True))
+            for i, (some, slot, (keys, _)) in enumerate(zip(own, self._slots, buffers, strict=True))
         ]
-        written = [(i, slot, some) for i, (some, slot) in enumerate(zip(rows, self._slots, strict=True))]
+        written = [(i, slot, some) for i, (some, slot) in enumerate(zip(own, self._slots, strict=True))]
         scale = self._caches[0].source.config.attention_scale
-        return prepared_pieces(q, k, buffers, [pieces], written, scale=scale)
+        return prepared_pieces(rows, buffers, [pieces], written, scale=scale)
 
 
 class JoinedFullCache(JoinedCache):
@@ -149,8 +150,10 @@ class JoinedFullCache(JoinedCache):
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         rope, rotation = self._caches[0].rope, self.rotation()
-        if step := self._attention.step(layer, q, k):
-            return self._attention.take_step(layer, step, (q, k, v))
+        if step := self._attention.step(layer, lambda: StepRows.like(q, k)):
+            rows = put_rows(step.rows, layer, q, k, v, rope, rotation)
+            self._attention.take_step(layer, step)
+            return rows.out
         q = rope.rotate(layer, q, rotation)
         self.append(layer, rope.rotate(layer, k, rotation), v)
         return self.attend_rotated(layer, q)
@@ -158,6 +161,12 @@ class JoinedFullCache(JoinedCache):
     def rotation(self) -> RopeRows:
         """See `FullCache`; rows are in the order of the sequences, here and below."""
         return self._attention.rotation
+
+    def steps(self, rows: StepRows, lse: Tensor) -> list[Callable[[], None] | None] | None:
+        """See `FullCache`."""
+        made = [self._attention.step(layer, lambda: rows) for layer in range(self._caches[0].config.kv_layers)]
+        take = self._attention.take_step
+        return [None if step is None else partial(take, layer, step) for layer, step in enumerate(made)]
 
     def append(self, layer: int, k: Tensor, v: Tensor) -> None:
         """See `FullCache`."""

@@ -13,7 +13,9 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -41,7 +43,7 @@ class CpuCapture:
     joins = False
     passes_before = 2
     most_tokens = 10
-    pieces_rows = 1  # of more the host's share is small, and each has memory of its own
+    pieces_rows = 8  # of more the host's share is small
 
     def __init__(self) -> None:
         self._tapes: weakref.WeakSet[_Tape] = weakref.WeakSet()
@@ -63,11 +65,12 @@ class CpuCapture:
         self, run: Callable[[Callable[[], None]], Tensor], pool: Any
     ) -> tuple[list[Callable[[], None]], Tensor]:
         tapes: list[_Tape] = []
+        room = _Room()
         with ExitStack() as noted:
 
             def cut() -> None:
                 noted.close()
-                tapes.append(_Tape())
+                tapes.append(_Tape(room))
                 noted.enter_context(tapes[-1])
                 noted.enter_context(noting(tapes[-1].note))
 
@@ -81,13 +84,59 @@ class CpuCapture:
             tape.clear()
 
 
+class _Room:
+    """Memory that a captured pass computes in. A pass is repeated in the order it was captured in, so what a result
+    had is the next one's as soon as nobody has the result any more: layer after layer uses the same."""
+
+    def __init__(self) -> None:
+        self._blocks: dict[int, NDArray[np.uint8]] = {}  # by address
+        self._spare: list[NDArray[np.uint8]] = []
+
+    def __contains__(self, x: Tensor) -> bool:
+        return x.untyped_storage().data_ptr() in self._blocks
+
+    def like(self, made: Tensor) -> Tensor:
+        """Memory for a result like this one, as long as somebody has it."""
+        size = made.untyped_storage().nbytes()
+        if not size:
+            return made
+        block = min((one for one in self._spare if one.nbytes >= size), key=len, default=None)
+        if block is None:
+            block = torch.empty(-(-size // 64) * 64, dtype=torch.uint8).numpy()
+            self._blocks[block.ctypes.data] = block
+        else:
+            self._spare = [one for one in self._spare if one is not block]
+        taken = block[:]  # an array of its own, which the tensor keeps
+        weakref.finalize(taken, self._give_back, block).atexit = False
+        return _as(made, taken)
+
+    def _give_back(self, block: NDArray[np.uint8]) -> None:
+        self._spare.append(block)
+
+    def noted(self, x: Any) -> Any:
+        """An argument of an operation that is repeated: of this memory, it does not say that somebody has it."""
+        if isinstance(x, (list, tuple)):
+            return type(x)(map(self.noted, x))
+        return _as(x, self._blocks[x.untyped_storage().data_ptr()]) if isinstance(x, Tensor) and x in self else x
+
+    @property
+    def nbytes(self) -> int:
+        return sum(block.nbytes for block in self._blocks.values())
+
+
+def _as(x: Tensor, memory: NDArray[np.uint8]) -> Tensor:
+    """A tensor in this memory as `x` is in its own."""
+    return torch.from_numpy(memory).view(x.dtype).as_strided(x.shape, x.stride(), x.storage_offset())
+
+
 class _Tape(TorchDispatchMode):
     """Notes operations while it is entered."""
 
-    def __init__(self) -> None:
+    def __init__(self, room: _Room) -> None:
         super().__init__()
+        self._room: _Room | None = room
         self._calls: list[Callable[[], Any]] = []
-        self._kept: list[Any] = []  # memory that compiled kernels are given the addresses of
+        self._kept: list[Any] = []  # memory of others that compiled kernels are given the addresses of
         self._in_use = threading.Lock()
         self.note = self._calls.append
 
@@ -96,26 +145,32 @@ class _Tape(TorchDispatchMode):
         return False  # or else the first operation would import PyTorch's compiler, which takes more than a second
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        kwargs = kwargs or {}
+        kwargs, room = kwargs or {}, self._room
+        assert room is not None
         name = func.overloadpacket.__name__
         if name in _READS_NUMBERS or (name == "index" and any(_is_mask(x) for x in args[1])):
             raise RuntimeError(f"{name} reads what a captured pass cannot know")
         result = func(*args, **kwargs)
-        self._kept.append(result)
+        noted, named = room.noted(args), {key: room.noted(x) for key, x in kwargs.items()}
+        parts = result if isinstance(result, (list, tuple)) else [result]
         if func._schema.is_mutable:
-            self.note(functools.partial(func, *args, **kwargs))
-        elif isinstance(result, Tensor):
-            if name not in _NOTHING and not _is_view(result, args):
-                self.note(_again(func, name, args, kwargs, result))
-        elif not isinstance(result, (list, tuple)) or not all(_is_view(part, args) for part in result):
-            raise RuntimeError(f"{name} has a result that cannot be computed in its place")
+            self.note(functools.partial(func, *noted, **named))
+        elif not all(_is_view(part, args) for part in parts):
+            if not isinstance(result, Tensor):
+                raise RuntimeError(f"{name} has a result that cannot be computed in its place")
+            if name in _NOTHING:
+                return room.like(result)
+            own = room.like(result).copy_(result)
+            self.note(_again(func, name, noted, named, room.noted(own)))
+            return own
+        self._kept += [x for x in parts if x not in room]
         return result
 
     def replay(self) -> None:
         """Runs all operations again. Needs inference mode."""
         torch.get_num_threads()  # sets OpenMP's number, in a thread that has not computed anything yet
         with self._in_use:
-            if not self._kept:
+            if self._room is None:
                 raise RuntimeError("a captured pass was dropped")
             for call in self._calls:
                 failed = call()
@@ -126,6 +181,7 @@ class _Tape(TorchDispatchMode):
         with self._in_use:
             self._calls.clear()
             self._kept.clear()
+            self._room = None
 
 
 def _is_mask(index: Any) -> bool:

@@ -13,12 +13,14 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from ...kernels.attention import StepRows
 from ...kernels.delta_rule import DeltaWeights
 from ...kernels.layers import copy_rows
 from ...tp.decoder import Cache, Decoder
 from ...tp.model.config import ModelConfig
 from ...tp.rope import rope_bytes
 from ..caches.full import FullCache
+from ..caches.shared_attention import put_rows
 from ..caches.together import JoinedFullCache
 from ..held import Held
 from .capture import Capture, first_reason
@@ -114,6 +116,10 @@ class _Buffers:
         self.lse = rows(config.num_heads, dtype=torch.float32).view(-1)
         self.logits = rows(decoder.config.vocab_size, dtype=torch.float32)
 
+    def rows(self, n: int) -> StepRows:
+        """Those of `n` tokens."""
+        return StepRows(*(buffer[:n].transpose(0, 1) for buffer in (self.q, self.k, self.v, self.out)))
+
     def tensors(self) -> tuple[Tensor, ...]:
         return self.token_ids, *self.rotation, self.q, self.out, self.k, self.v, self.lse, self.logits
 
@@ -126,22 +132,13 @@ def pieces_bytes(
     Args:
         row_bytes: of a row inside a layer.
         capture: what captures them.
-        shared: whether passes, and their layers, use the same memory on the way, one after another.
+        shared: whether all passes use the same memory on the way, or each has its own.
     """
-    most, layers = capture.pieces_rows, 1 if shared else config.num_layers
+    most = capture.pieces_rows
     heads = 2 * (config.num_heads + config.num_kv_heads) * config.head_dim * dtype.itemsize
     buffers = 8 + rope_bytes(config, 1) + heads + 4 * (config.num_heads + config.vocab_size)
-    on_the_way = layers * row_bytes + config.hidden_size * dtype.itemsize + (4 + dtype.itemsize) * config.vocab_size
+    on_the_way = row_bytes + config.hidden_size * dtype.itemsize + (4 + dtype.itemsize) * config.vocab_size
     return most * buffers + (most if shared else most * (most + 1) // 2) * on_the_way
-
-
-def kept_row_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
-    """Bytes at most of what a layer computes of a row where each layer of a captured pass has memory of its own: query,
-    key and value as they come, and normed, and what is read; rows as they are normed or added; the experts that are
-    chosen; and of an MLP that is no kernel its parts."""
-    numbers = 4 * config.head_dim * ((1 + config.output_gate) * config.num_heads + config.num_kv_heads)
-    numbers += 8 * config.hidden_size + 6 * config.intermediate_size
-    return numbers * dtype.itemsize + (config.experts.used * (8 + 4) if config.experts else 0)
 
 
 class _PassInPieces:
@@ -174,19 +171,17 @@ class _PassInPieces:
         buffers.token_ids[:n].copy_(token_ids)
         for buffer, rows in zip(buffers.rotation, cache.rotation(), strict=True):
             buffer[:n].copy_(rows)
-        q, k, v, out = (buffer[:n].transpose(0, 1) for buffer in (buffers.q, buffers.k, buffers.v, buffers.out))
+        rows = buffers.rows(n)
         *before_attention, last = self._replays
-        steps = None
-        if isinstance(cache, FullCache):
-            steps = cache.steps(q, k, v, out, buffers.lse[: n * len(q)].view(len(q), n))
+        steps = cache.steps(rows, buffers.lse[: n * len(rows.q)].view(-1, n))
         for layer, replay in enumerate(before_attention):
             replay()
             step = steps[layer] if steps else None
-            if step is not None and isinstance(cache, FullCache):
-                cache.take_step(layer, step, n)
+            if step is not None:
+                step()
             else:
-                cache.append(layer, k, v)
-                copy_rows(cache.attend_rotated(layer, q), out)
+                cache.append(layer, rows.k, rows.v)
+                copy_rows(cache.attend_rotated(layer, rows.q), rows.out)
         last()
         return buffers.logits[: self._num_logits]
 
@@ -218,13 +213,10 @@ class _BetweenPieces:
         pass
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        buffers, n = self._buffers, self._n
-        rotation = tuple(table[:n] for table in buffers.rotation)
-        for given, buffer in ((q, buffers.q), (k, buffers.k)):
-            self._rope.rotate(layer, given, rotation, out=buffer[:n].transpose(0, 1))
-        copy_rows(v, buffers.v[:n].transpose(0, 1))
+        rotation = tuple(table[: self._n] for table in self._buffers.rotation)
+        rows = put_rows(self._buffers.rows(self._n), layer, q, k, v, self._rope, rotation)
         self._cut()
-        return buffers.out[:n].transpose(0, 1)
+        return rows.out
 
     def advance_states(self, layer: int, inputs: Tensor, gates: Tensor, weights: DeltaWeights) -> Tensor:
         raise NotImplementedError("passes with states are not captured")

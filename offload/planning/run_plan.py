@@ -29,7 +29,7 @@ from ..caches.streaming import STREAMING_POSITIONS, streaming_bytes, streaming_p
 from ..graphs.cpu import CpuCapture
 from ..graphs.cuda import CudaCapture
 from ..graphs.passes import JOINED
-from ..graphs.pieces import kept_row_bytes, pieces_bytes
+from ..graphs.pieces import pieces_bytes
 from ..settings import Settings, refresh_mode
 from ..speculation.distribution import CPU_NUMBERS, GPU_NUMBERS, SORTING
 from ..speculation.lengths import DraftTokens
@@ -215,7 +215,7 @@ class RunPlan:
         request = self.request
         if request.on_gpu or request.gpus > 1 or request.part.linear:
             return 0
-        of_row = kept_row_bytes(request.part, request.dtype)
+        of_row = _row_bytes(request, request.part)
         return pieces_bytes(request.target, request.dtype, of_row, CpuCapture, shared=False)
 
     @property
