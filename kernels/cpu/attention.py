@@ -6,14 +6,14 @@ keys lie in one place or come in blocks of whole splits (256 keys, `SPLIT` of at
 
 from __future__ import annotations
 
+import ctypes
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from ..partials import new_running
@@ -247,39 +247,42 @@ class PreparedPieces:
         """
         kernels = loaded()
         assert kernels is not None
-        self._copy, self._attend = kernels.triforce_rotate, kernels.triforce_attend
-        q, (num_heads, n, head_dim), num_kv_heads = rows.q, rows.q.shape, rows.k.shape[0]
+        (num_heads, n, head_dim), size = rows.q.shape, rows.q.element_size()
         self.rows = rows
-        self._no_keys = new_running(q) if len(calls) > 1 else None
-        self._running = None if self._no_keys is None else torch.empty_like(self._no_keys)
-        self._lse = torch.empty(num_heads * n, dtype=torch.float32, device=q.device)
-        self._calls = [self._prepared(pieces, caches, scale) for pieces in calls]
-        size, kind = q.element_size(), q.dtype == torch.bfloat16
-        self._copies = []
-        for number, start, of_rows in written:
+        self._lse = torch.empty(num_heads * n, dtype=torch.float32, device=rows.q.device)
+        self._running = new_running(rows.q) if len(calls) > 1 else None
+        copies: list[tuple[int, ...]] = []
+        for number, start, own in written:
             for i, (x, cache) in enumerate(zip((rows.k, rows.v), caches[number], strict=True)):
-                source = x.data_ptr() + of_rows.start * x.stride(1) * size, x.stride(0), x.stride(1), None, None, 0
-                into = cache.stride(-3), cache.stride(-2), None, num_kv_heads, of_rows.stop - of_rows.start, head_dim
-                self._copies.append((source, 2 * number + i, _offset(cache, start), (*into, kind)))
+                head, row = x.stride(0) * size, x.stride(1) * size
+                into = 2 * number + i, _offset(cache, start), cache.stride(-3) * size, cache.stride(-2) * size
+                shape = len(x), own.stop - own.start, head_dim * size
+                copies.append((x.data_ptr() + own.start * row, head, row, *into, *shape))
+        pieces = [piece for some in calls for piece in some]
+        places = [
+            (2 * piece.cache, _offset(k, piece.first), 2 * piece.cache + 1, _offset(v, piece.first))
+            for piece, (k, v) in ((piece, caches[piece.cache]) for piece in pieces)
+        ]
+        made = (AttentionCall * len(pieces))(*self._calls(pieces, caches, scale))
+        tables = [np.array(numbers, dtype=np.int64) for numbers in (copies, places, [len(some) for some in calls])]
+        self._kept = made, tables
+        asked = (tables[0].ctypes.data, len(copies), made, *(x.ctypes.data for x in tables[1:]), len(calls))
+        running = (None, 0) if self._running is None else (self._running.data_ptr(), num_heads * n)
+        self._addresses = (ctypes.c_int64 * (2 * len(caches)))()
+        self._take = functools.partial(kernels.triforce_take_step, self._addresses, *asked, *running)
 
-    def _prepared(
+    def _calls(
         self, pieces: Sequence[StepPiece], caches: Sequence[tuple[Tensor, Tensor]], scale: float
-    ) -> _PreparedCall:
-        array, lse_at = (AttentionCall * len(pieces))(), self._lse.data_ptr()
-        offsets = np.empty((len(pieces), 2), dtype=np.int64)
-        for i, piece in enumerate(pieces):
+    ) -> Iterator[AttentionCall]:
+        for piece in pieces:
             k, v = caches[piece.cache]
-            q, out = self.rows.q[:, piece.rows], self.rows.out[:, piece.rows]
-            call = _call_for(q, k, v, out, self._lse, scale)
-            call.lse, call.m, call.diagonal, call.threads = lse_at, piece.m, piece.diagonal, threads()
+            call = _call_for(self.rows.q[:, piece.rows], k, v, self.rows.out[:, piece.rows], self._lse, scale)
+            call.lse += 4 * call.num_heads * piece.rows.start
+            call.m, call.diagonal, call.threads = piece.m, piece.diagonal, threads()
             if self._running is not None:
                 call.running = self._running[:, piece.rows].data_ptr()
                 call.running_head = self._running.stride(0)
-            lse_at += 4 * call.num_heads * call.n
-            array[i], offsets[i] = call, (_offset(k, piece.first), _offset(v, piece.first))
-        fields = np.frombuffer(memoryview(array), dtype=np.int64).reshape(len(pieces), -1)
-        numbers = np.array([[2 * piece.cache, 2 * piece.cache + 1] for piece in pieces])
-        return _PreparedCall(array, fields, numbers, offsets)
+            yield call
 
     def __call__(self, addresses: Sequence[int]) -> None:
         """Takes the rows into a layer's caches, and attends to these.
@@ -289,37 +292,13 @@ class PreparedPieces:
         Raises:
             MemoryError: no memory for the temporaries.
         """
-        for source, number, offset, into in self._copies:
-            self._copy(*source, addresses[number] + offset, *into)
-        if self._running is not None and self._no_keys is not None:
-            self._running.copy_(self._no_keys)
-        places = np.array(addresses)
-        for call in self._calls:
-            call.fields[:, [_K, _V]] = call.offsets + places[call.numbers]
-            if self._attend(call.array, len(call.array)):
-                raise MemoryError(_NO_MEMORY_FOR_PIECES.format(self.rows.q.shape[1]))
+        self._addresses[:] = addresses
+        if self._take():
+            raise MemoryError(_NO_MEMORY_FOR_PIECES.format(self.rows.q.shape[1]))
 
     def tensors(self) -> tuple[Tensor, ...]:
         """What it keeps."""
-        running = () if self._running is None or self._no_keys is None else (self._running, self._no_keys)
-        return *self.rows.tensors(), self._lse, *running
-
-
-@dataclass(slots=True)
-class _PreparedCall:
-    """One call of a `PreparedPieces`."""
-
-    array: Any
-    """The pieces' `AttentionCall`s."""
-    fields: NDArray[np.int64]
-    """The same memory, `[pieces, fields]`."""
-    numbers: NDArray[np.int64]
-    """Among all addresses, those of the piece's keys and values: `[pieces, 2]`."""
-    offsets: NDArray[np.int64]
-    """Where these begin, from there on, in bytes: `[pieces, 2]`."""
-
-
-_K, _V = (next(i for i, field in enumerate(AttentionCall._fields_) if field[0] == name) for name in "kv")
+        return *self.rows.tensors(), self._lse, *(() if self._running is None else (self._running,))
 
 
 def _offset(cache: Tensor, token: int) -> int:

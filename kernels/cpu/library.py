@@ -13,7 +13,7 @@ from enum import IntEnum
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
-_ABI = 21
+_ABI = 22
 """`TRIFORCE_ABI` of cpu.h."""
 
 
@@ -147,6 +147,7 @@ def _declare(kernels: ctypes.CDLL) -> None:
     """Argument types of the functions in cpu.h."""
     pointer, count, real, flag = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int
     kernels.triforce_attend.argtypes = [ctypes.POINTER(AttentionCall), count]
+    kernels.triforce_take_step.argtypes = [*(pointer, pointer, count, pointer, pointer, pointer, count, pointer, count)]
     quantised = ctypes.POINTER(QuantisedCall)
     weights, rest = [pointer, pointer, quantised], [pointer, flag, count, count, count, flag, flag, flag]
     kernels.triforce_linear.argtypes = [pointer, count, pointer, real, *weights, count, *rest]

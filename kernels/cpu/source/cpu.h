@@ -39,7 +39,7 @@ INLINE float float_of_bits(uint32_t bits)
 
 /* Raised whenever the arguments of a function or the arithmetic of a level change, so that Python refuses a library built
  * from other sources. */
-#define TRIFORCE_ABI 21
+#define TRIFORCE_ABI 22
 EXPORT int triforce_abi(void);
 
 /* Bytes of `Attention` (attention.h), which Python compares with its own declaration of it. */
@@ -65,6 +65,25 @@ typedef struct Attention Attention;
  * temporaries; 2 if this processor has not the level that was asked for. Of several calls the first one's threads count, and
  * `diagonal_at` is 0. */
 EXPORT int triforce_attend(const Attention *calls, int64_t count);
+
+/* Rows of a step, and where a cache has them: which of a layer's addresses, and how far behind it. All in bytes. */
+typedef struct {
+    int64_t from, from_head, from_row;
+    int64_t cache, into, into_head, into_row;
+    int64_t heads, n, bytes;
+} StepCopy;
+
+/* Where keys and values of a call are: which of a layer's addresses, and how many bytes behind it. */
+typedef struct {
+    int64_t k, k_at, v, v_at;
+} StepPlace;
+
+/* A step in a layer whose caches have these `addresses`: copies rows into the caches, clears the `running_rows` running results
+ * of the calls, if there are any, and makes the calls: `groups[0]` of them with one `triforce_attend`, then `groups[1]`, and so
+ * on. Each call's keys and values are at its place. Returns what `triforce_attend` returns. */
+EXPORT int triforce_take_step(const int64_t *addresses, const StepCopy *copies, int64_t num_copies, Attention *calls,
+                              const StepPlace *places, const int64_t *groups, int64_t num_groups, float *running,
+                              int64_t running_rows);
 
 /* Rotary embedding of `x` `[heads, n, dim]`: row r by `cosines[r]` and `sines[r]` (rows of `dim`, `table_stride` apart,
  * the sign of the rotation in the sines), or a copy where these are NULL. Row r of `out` is the one at `slots[r]`, if

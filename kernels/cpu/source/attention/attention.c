@@ -259,3 +259,25 @@ int triforce_attend(const Attention *calls, int64_t count)
             failed = attend(calls + i, threads);
     return failed;
 }
+
+int triforce_take_step(const int64_t *addresses, const StepCopy *copies, int64_t num_copies, Attention *calls,
+                       const StepPlace *places, const int64_t *groups, int64_t num_groups, float *running, int64_t running_rows)
+{
+    for (const StepCopy *copy = copies; copy < copies + num_copies; copy++)
+        for (int64_t h = 0; h < copy->heads; h++)
+            for (int64_t r = 0; r < copy->n; r++) {
+                char *to = (char *)addresses[copy->cache] + copy->into + h * copy->into_head + r * copy->into_row;
+                memcpy(to, (const char *)copy->from + h * copy->from_head + r * copy->from_row, copy->bytes);
+            }
+    if (running)
+        clear(running, calls->head_dim, running_rows);
+    int failed = 0;
+    for (int64_t group = 0; group < num_groups && !failed; calls += groups[group], places += groups[group], group++) {
+        for (int64_t i = 0; i < groups[group]; i++) {
+            calls[i].k = addresses[places[i].k] + places[i].k_at;
+            calls[i].v = addresses[places[i].v] + places[i].v_at;
+        }
+        failed = triforce_attend(calls, groups[group]);
+    }
+    return failed;
+}
