@@ -84,7 +84,7 @@ class FullCache:
         self.states = states or States.of(config, blocks.dtype, blocks.device)
         self.prefix, self.start = prefix, start
         self.chunk_size = chunk_size
-        self.reads = ReadCounter()
+        self.reads, self._kv_bytes = ReadCounter(), config.kv_bytes_per_token(blocks.dtype)
         self._mass_rows, self._step_rows = MASS_ROWS, step_rows
         self.rope = rope
         self.end_run()
@@ -330,7 +330,7 @@ class FullCache:
             self.reads.seconds += time.perf_counter() - began
         return out
 
-    def steps(self, rows: StepRows, lse: Tensor) -> list[Callable[[], None] | None] | None:
+    def steps(self, rows: StepRows, lse: Tensor) -> list[Callable[[], object] | None] | None:
         """Of each layer what does `append` and `attend_rotated` for rows that are always at the same places, see
         `kernels.attention.prepared_step`; `None` for a layer, or for the whole pass that is prepared: not these.
 
@@ -427,7 +427,7 @@ class FullCache:
 
     def count_read(self, tokens: int) -> None:
         """Counts the keys and values of so many tokens of a layer as read."""
-        self.reads.num_bytes += tokens * self.config.kv_bytes_per_token(self.blocks.dtype) // self.config.kv_layers
+        self.reads.num_bytes += tokens * self._kv_bytes // self.config.kv_layers
 
     def move_from(self, other: FullCache, length: int) -> None:
         """Moves the first `length` tokens of `other` here, if that can be done. This was empty; `other` is now."""

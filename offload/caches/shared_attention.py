@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import accumulate, pairwise
 
 import torch
@@ -162,8 +163,10 @@ class SharedAttention:
             found.append(holder)
         return found
 
-    def step(self, layer: int, rows: Callable[[], StepRows]) -> PreparedPieces | None:
-        """What `take_step` takes a layer with; `None` where `attend` has to.
+    def step(self, layer: int, rows: Callable[[], StepRows]) -> Callable[..., StepRows] | None:
+        """What appends the rows of a step to a layer and attends to all of it, and gives `rows`; `None` where `append`
+        and `attend` have to. It may be given a layer's queries, keys and values, not yet rotated, to put them there
+        first.
 
         Args: `rows` gives where the pass's rows are, in all layers; it is asked once.
         """
@@ -172,8 +175,13 @@ class SharedAttention:
             return None
         if self._step is None:
             self._step = self._prepared(rows(), blocks)
-            self._may_step = self._step is not None
-        return self._step
+        if self._step is None:
+            self._may_step = False
+            return None
+        places = zip((one.data_ptr() for one in blocks), self._halves, strict=True)
+        return partial(
+            self._take_step, layer, self._step, [at for place, half in places for at in (place, place + half)]
+        )
 
     def _prepared(self, rows: StepRows, blocks: list[Tensor]) -> PreparedPieces | None:
         """See `step`. Args: `blocks` are those of each holder in some layer."""
@@ -202,12 +210,12 @@ class SharedAttention:
         together = [blocks for blocks in found if blocks is not None]
         return together if len(together) == len(found) else None
 
-    def take_step(self, layer: int, step: PreparedPieces) -> None:
-        """Takes the rows of a step: appends to a layer, and attends to all of it."""
-        began, blocks = time.perf_counter(), self._layer_blocks(layer)
-        assert blocks is not None
-        places = [one.data_ptr() for one in blocks]
-        step([at for place, half in zip(places, self._halves, strict=True) for at in (place, place + half)])
+    def _take_step(self, layer: int, step: PreparedPieces, addresses: Sequence[int], *given: Tensor) -> StepRows:
+        """See `step`."""
+        if given:
+            put_rows(step.rows, layer, *given, self._caches[0].rope, self.rotation)
+        began = time.perf_counter()
+        step(addresses)
         for cache, count in zip(self._caches, self._counts, strict=True):
             cache.appended(layer, count)
         read = [holder.cache.reads.num_bytes for holder in self._holders]
@@ -215,6 +223,7 @@ class SharedAttention:
             for span, first, m in holder.parts:
                 holder.cache.count_read(min(m, span.stop - holder.cache.start - first))
         self._count_seconds(began, read)
+        return step.rows
 
     def attend(self, layer: int, q: Tensor) -> Tensor:
         """Attention of rotated queries, in the order of the sequences, to what was appended last and all before it."""

@@ -8,7 +8,6 @@ them at once, so that a block is read, and crosses the link, once for everybody.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -150,10 +149,8 @@ class JoinedFullCache(JoinedCache):
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         rope, rotation = self._caches[0].rope, self.rotation()
-        if step := self._attention.step(layer, lambda: StepRows.like(q, k)):
-            rows = put_rows(step.rows, layer, q, k, v, rope, rotation)
-            self._attention.take_step(layer, step)
-            return rows.out
+        if take := self._attention.step(layer, lambda: StepRows.like(q, k)):
+            return take(q, k, v).out
         q = rope.rotate(layer, q, rotation)
         self.append(layer, rope.rotate(layer, k, rotation), v)
         return self.attend_rotated(layer, q)
@@ -162,11 +159,9 @@ class JoinedFullCache(JoinedCache):
         """See `FullCache`; rows are in the order of the sequences, here and below."""
         return self._attention.rotation
 
-    def steps(self, rows: StepRows, lse: Tensor) -> list[Callable[[], None] | None] | None:
+    def steps(self, rows: StepRows, lse: Tensor) -> list[Callable[[], object] | None]:
         """See `FullCache`."""
-        made = [self._attention.step(layer, lambda: rows) for layer in range(self._caches[0].config.kv_layers)]
-        take = self._attention.take_step
-        return [None if step is None else partial(take, layer, step) for layer, step in enumerate(made)]
+        return [self._attention.step(layer, lambda: rows) for layer in range(self._caches[0].config.kv_layers)]
 
     def append(self, layer: int, k: Tensor, v: Tensor) -> None:
         """See `FullCache`."""
