@@ -403,7 +403,7 @@ def rows_of(counts: Sequence[int]) -> list[slice]:
 
 
 def put_rows(rows: StepRows, layer: int, q: Tensor, k: Tensor, v: Tensor, rope: Rope, rotation: RopeRows) -> StepRows:
-    """Puts a layer's queries, keys and values, not yet rotated, where a step has them."""
+    """`rows` with a layer's queries, keys and values, which are not yet rotated."""
     for given, place in ((q, rows.q), (k, rows.k)):
         rope.rotate(layer, given, rotation, out=place)
     copy_rows(v, rows.v)
