@@ -251,7 +251,7 @@ class PreparedPieces:
         self.rows = rows
         self._lse = torch.empty(num_heads * n, dtype=torch.float32, device=rows.q.device)
         self._running = new_running(rows.q) if len(calls) > 1 else None
-        copies: list[tuple[int, ...]] = []
+        copies: list[tuple[int, ...]] = []  # the fields of `StepCopy` of cpu.h, and below of `StepPlace`
         for number, start, own in written:
             for i, (x, cache) in enumerate(zip((rows.k, rows.v), caches[number], strict=True)):
                 head, row = x.stride(0) * size, x.stride(1) * size

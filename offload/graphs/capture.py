@@ -19,8 +19,8 @@ class Capture(Protocol):
     runs: bool
     """Whether capturing a function also runs it."""
     joins: bool
-    """Whether passes over several sequences are captured: those with fewer tokens get further ones, which cost next to
-    nothing on a GPU."""
+    """Whether passes over several sequences are captured whole: those with fewer tokens get further ones, which cost
+    next to nothing on a GPU."""
     passes_before: int
     """Passes over so many tokens that run before one of them is captured: the first may compile, and few are not worth
     a capture."""
@@ -28,7 +28,9 @@ class Capture(Protocol):
     """Tokens of a pass that is captured at most: longer ones are rare, and starting their kernels takes a smaller
     share."""
     pieces_rows: int
-    """Tokens of a pass at most of which all but its attention is captured, in `pieces`."""
+    """Tokens of a pass at most of which all but its attention is captured, in `pieces`, and"""
+    pieces_tokens: int
+    """those of a sequence."""
 
     def takes(self, decoder: Decoder) -> bool:
         """Whether passes of `decoder`, with the kernels that are selected, can be captured."""

@@ -36,7 +36,8 @@ _NOTHING = {"empty", "empty_strided", "empty_like", "new_empty", "new_empty_stri
 class CpuCapture:
     """Captures what PyTorch and the compiled kernels are asked for. Capturing runs the pass, too.
 
-    Several sequences' passes take longer than Python does, and there are too many combinations of them.
+    Several sequences' passes over what is not a full cache take longer than Python does, and there are too many
+    combinations of them.
     """
 
     runs = True
@@ -44,6 +45,7 @@ class CpuCapture:
     passes_before = 2
     most_tokens = 10
     pieces_rows = 8  # of more the host's share is small
+    pieces_tokens = 1  # with several, as verifications are, a pass takes as long as it comes
 
     def __init__(self) -> None:
         self._tapes: weakref.WeakSet[_Tape] = weakref.WeakSet()
@@ -100,7 +102,8 @@ class _Room:
         size = made.untyped_storage().nbytes()
         if not size:
             return made
-        block = min((one for one in self._spare if one.nbytes >= size), key=len, default=None)
+        # A much larger block would be held up by a small result that lasts.
+        block = min((one for one in self._spare if size <= one.nbytes <= 2 * size), key=len, default=None)
         if block is None:
             block = torch.empty(-(-size // 64) * 64, dtype=torch.uint8).numpy()
             self._blocks[block.ctypes.data] = block
@@ -114,7 +117,7 @@ class _Room:
         self._spare.append(block)
 
     def noted(self, x: Any) -> Any:
-        """An argument of an operation that is repeated: of this memory, it does not say that somebody has it."""
+        """An argument as an operation that is repeated keeps it: without counting as somebody who has its memory."""
         if isinstance(x, (list, tuple)):
             return type(x)(map(self.noted, x))
         return _as(x, self._blocks[x.untyped_storage().data_ptr()]) if isinstance(x, Tensor) and x in self else x
@@ -163,7 +166,7 @@ class _Tape(TorchDispatchMode):
             own = room.like(result).copy_(result)
             self.note(_again(func, name, noted, named, room.noted(own)))
             return own
-        self._kept += [x for x in parts if x not in room]
+        self._kept += [x for x in parts if isinstance(x, Tensor) and x not in room]
         return result
 
     def replay(self) -> None:

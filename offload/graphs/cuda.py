@@ -28,7 +28,7 @@ class CudaCapture:
     joins = True
     passes_before = 1
     most_tokens = 32
-    pieces_rows = 32
+    pieces_rows = pieces_tokens = 32
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

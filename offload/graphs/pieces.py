@@ -67,6 +67,8 @@ class Pieces:
             return None
         if not isinstance(cache, FullCache | JoinedFullCache) or not capture.takes(self._decoder):
             return None
+        if max(cache.counts if isinstance(cache, JoinedFullCache) else (n,)) > capture.pieces_tokens:
+            return None
         if self._decoder.config.linear or cache.leaves_hidden_states:
             return None
         if self._decoder.ranks.size > 1:  # one that fails between two sums would leave the others waiting
@@ -160,7 +162,8 @@ class _PassInPieces:
         RuntimeError: it cannot be captured.
         """
         self._buffers = buffers
-        capture.warm_up(self._in_one_piece)
+        if not capture.runs:  # else passes before this one have done it
+            capture.warm_up(self._in_one_piece)
         self._replays, _ = capture.capture(self._in_pieces, pool)
 
     def run(self, token_ids: Tensor, cache: FullCache | JoinedFullCache) -> Tensor:

@@ -215,7 +215,9 @@ class RunPlan:
         request = self.request
         if request.on_gpu or request.gpus > 1 or request.part.linear:
             return 0
-        of_row = _row_bytes(request, request.part)
+        part = request.part
+        as_it_comes = 4 * (part.intermediate_size + part.hidden_size) * request.dtype.itemsize  # activated row by row
+        of_row = max(_row_bytes(request, part), as_it_comes)
         return pieces_bytes(request.target, request.dtype, of_row, CpuCapture, shared=False)
 
     @property

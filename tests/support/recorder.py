@@ -115,7 +115,7 @@ class Recorder:
     joins = True
     passes_before = 1
     most_tokens = 32
-    pieces_rows = 32
+    pieces_rows = pieces_tokens = 32
 
     def __init__(self) -> None:
         self.warm_ups = self.captures = self.replays = 0

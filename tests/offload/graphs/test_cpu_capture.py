@@ -313,7 +313,7 @@ def filled(decoder: Decoder, n: int) -> FullCache:
     return cache
 
 
-passes_and_steps = st.lists(st.tuples(st.integers(1, CpuCapture.pieces_rows + 2), st.integers(0, 4)), max_size=40)
+passes_and_steps = st.lists(st.tuples(st.integers(1, CpuCapture.pieces_tokens + 2), st.integers(0, 4)), max_size=40)
 
 
 @pytest.mark.parametrize("mass_rows", [0, 8])
@@ -331,7 +331,7 @@ def test_all_but_attention_to_full_caches_is_captured(decoder, mass_rows, histor
         assert torch.equal(captured.forward(tokens, n), plain.forward(tokens, n))
         for cache in caches:
             cache.rollback(cache.length - min(n, forgotten))
-    counts = [sum(n == wanted for n, _ in history) for wanted in range(1, CpuCapture.pieces_rows + 1)]
+    counts = [sum(n == wanted for n, _ in history) for wanted in range(1, CpuCapture.pieces_tokens + 1)]
     passes = graphs.pieces_of(decoder)._passes.values()
     assert sum(one.is_captured for one in passes) == sum(count > CpuCapture.passes_before for count in counts)
     assert caches[0].read_so_far().num_bytes == caches[1].read_so_far().num_bytes
@@ -365,10 +365,12 @@ def test_steps_are_prepared_for_a_cache(tmp_path, family, dtype) -> None:
         assert torch.equal(captured.forward(token, 1), plain.forward(token, 1))
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3", "mistral-window", "llama-bias", "gated", "few-bits"])
+@pytest.mark.parametrize(
+    "family", ["llama", "qwen3", "gemma3", "wide", "mistral-window", "llama-bias", "gated", "few-bits"]
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_what_pieces_keep_is_planned(tmp_path, family, dtype) -> None:
-    """All passes that can be captured, with what each has computed on the way."""
+    """All passes that can be captured, with what each has computed on the way; `wide` has an MLP that is no kernel."""
     if family == "few-bits":
         if dtype == torch.float32:
             pytest.skip("weights in few bits are captured in bfloat16")
@@ -376,14 +378,18 @@ def test_what_pieces_keep_is_planned(tmp_path, family, dtype) -> None:
     elif family == "gated":
         save_family(tmp_path, "qwen3.5", **GATED)
     else:
-        save_family(tmp_path, family, head_dim=32)
+        wide = {"intermediate_size": 2048} if family == "wide" else {}
+        save_family(tmp_path, "gemma3" if wide else family, head_dim=32, **wide)
     decoder = Decoder.load(tmp_path, dtype=dtype, device=torch.device("cpu"))
-    graphs, cache = Graphs(CpuCapture()), filled(decoder, 30)
-    passes = Passes(decoder, cache, graphs)
+    graphs, caches = Graphs(CpuCapture()), [filled(decoder, 30) for _ in range(CpuCapture.pieces_rows)]
+    passes = [Passes(decoder, cache, graphs) for cache in caches]
     for n in range(1, CpuCapture.pieces_rows + 1):
+        joined = JoinedPasses(passes[:n])
         for _ in range(CpuCapture.passes_before + 1):
-            passes.forward(torch.tensor(random_tokens(n)), n)
-            cache.rollback(30)
+            tokens = torch.tensor(random_tokens(n))
+            joined.forward(tokens, [1] * n, [1] * n) if n > 1 else passes[0].forward(tokens)
+            for cache in caches:
+                cache.rollback(30)
     capture = graphs.capture
     assert isinstance(capture, CpuCapture) and len(graphs.pieces_of(decoder)._passes) == CpuCapture.pieces_rows
     taken = sum(room.nbytes for room in {tape._room for tape in capture._tapes}) + held_bytes(graphs.held())
