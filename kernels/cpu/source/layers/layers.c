@@ -18,7 +18,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-/* Bytes that a matrix is prefetched ahead of the products: its rows are too short for the processor's own prefetching. */
+/* Bytes, at least, that a matrix is prefetched ahead of products: its rows are too short for the processor's own prefetching. */
 #define FETCH_AHEAD (16 * 1024)
 
 /* Bytes of a matrix below which one thread is faster than all. Never some of them: OpenMP ends the threads that a smaller
@@ -175,7 +175,10 @@ INLINE void part(const Input *input, const Weights *w, const void *bias, void *o
         return;
     }
 #endif
-    linear_part(input->rows, w, bias, out, input->n, input->inputs, stride, first, stop, is_bf16, spare);
+    if (is_bf16)
+        linear_part_bf16(input->rows, w, bias, out, input->n, input->inputs, stride, first, stop, spare);
+    else
+        linear_part_float32(input->rows, w, bias, out, input->n, input->inputs, stride, first, stop, spare);
 }
 
 /* This thread's part of `count` outputs, in whole groups of those that are multiplied together: so a part for matrix tiles
