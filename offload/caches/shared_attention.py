@@ -210,10 +210,16 @@ class SharedAttention:
         together = [blocks for blocks in found if blocks is not None]
         return together if len(together) == len(found) else None
 
-    def _take_step(self, layer: int, step: PreparedPieces, addresses: Sequence[int], *given: Tensor) -> StepRows:
+    def _take_step(
+        self,
+        layer: int,
+        step: PreparedPieces,
+        addresses: Sequence[int],
+        given: tuple[Tensor, Tensor, Tensor] | None = None,
+    ) -> StepRows:
         """See `step`."""
         if given:
-            put_rows(step.rows, layer, *given, self._caches[0].rope, self.rotation)
+            put_rows(step.rows, layer, given, self._caches[0].rope, self.rotation)
         began = time.perf_counter()
         step(addresses)
         for cache, count in zip(self._caches, self._counts, strict=True):
@@ -402,10 +408,13 @@ def rows_of(counts: Sequence[int]) -> list[slice]:
     return [slice(first, stop) for first, stop in pairwise(accumulate(counts, initial=0))]
 
 
-def put_rows(rows: StepRows, layer: int, q: Tensor, k: Tensor, v: Tensor, rope: Rope, rotation: RopeRows) -> StepRows:
+def put_rows(
+    rows: StepRows, layer: int, given: tuple[Tensor, Tensor, Tensor], rope: Rope, rotation: RopeRows
+) -> StepRows:
     """`rows` with a layer's queries, keys and values, which are not yet rotated."""
-    for given, place in ((q, rows.q), (k, rows.k)):
-        rope.rotate(layer, given, rotation, out=place)
+    q, k, v = given
+    rope.rotate(layer, q, rotation, out=rows.q)
+    rope.rotate(layer, k, rotation, out=rows.k)
     copy_rows(v, rows.v)
     return rows
 

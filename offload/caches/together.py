@@ -108,7 +108,7 @@ class JoinedRetrievalCache(JoinedCache):
             self._may_step = self._step is not None
         if self._step is None:
             return super().attend(layer, q, k, v)
-        rows = put_rows(self._step.rows, layer, q, k, v, caches[0].rope, self._rotation)
+        rows = put_rows(self._step.rows, layer, (q, k, v), caches[0].rope, self._rotation)
         self._step([one.data_ptr() for both in buffers for one in both])
         for cache, count in zip(caches, self.counts, strict=True):
             cache.appended(layer, count)
@@ -150,7 +150,7 @@ class JoinedFullCache(JoinedCache):
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         rope, rotation = self._caches[0].rope, self.rotation()
         if take := self._attention.step(layer, lambda: StepRows.like(q, k)):
-            return take(q, k, v).out
+            return take((q, k, v)).out
         q = rope.rotate(layer, q, rotation)
         self.append(layer, rope.rotate(layer, k, rotation), v)
         return self.attend_rotated(layer, q)

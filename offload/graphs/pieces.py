@@ -217,7 +217,7 @@ class _BetweenPieces:
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         rotation = tuple(table[: self._n] for table in self._buffers.rotation)
-        rows = put_rows(self._buffers.rows(self._n), layer, q, k, v, self._rope, rotation)
+        rows = put_rows(self._buffers.rows(self._n), layer, (q, k, v), self._rope, rotation)
         self._cut()
         return rows.out
 
