@@ -28,9 +28,9 @@ class Capture(Protocol):
     """Tokens of a pass that is captured at most: longer ones are rare, and starting their kernels takes a smaller
     share."""
     pieces_rows: int
-    """Tokens of a pass at most of which all but its attention is captured, in `pieces`, and"""
+    """Tokens of a pass at most of which all but its attention is captured, in `pieces`."""
     pieces_tokens: int
-    """those of a sequence."""
+    """Tokens of one sequence at most in such a pass."""
 
     def takes(self, decoder: Decoder) -> bool:
         """Whether passes of `decoder`, with the kernels that are selected, can be captured."""

@@ -36,8 +36,8 @@ _NOTHING = {"empty", "empty_strided", "empty_like", "new_empty", "new_empty_stri
 class CpuCapture:
     """Captures what PyTorch and the compiled kernels are asked for. Capturing runs the pass, too.
 
-    Several sequences' passes over what is not a full cache take longer than Python does, and there are too many
-    combinations of them.
+    Several sequences' passes over what is not a full cache take longer than Python takes to call their operations, and
+    there are too many combinations of them.
     """
 
     runs = True
@@ -99,13 +99,13 @@ class _Room:
 
     def like(self, made: Tensor) -> Tensor:
         """Memory for a result like this one, as long as somebody has it."""
-        size = made.untyped_storage().nbytes()
+        size = -(-made.untyped_storage().nbytes() // 64) * 64
         if not size:
             return made
         # A much larger block would be held up by a small result that lasts.
         block = min((one for one in self._spare if size <= one.nbytes <= 2 * size), key=len, default=None)
         if block is None:
-            block = torch.empty(-(-size // 64) * 64, dtype=torch.uint8).numpy()
+            block = torch.empty(size, dtype=torch.uint8).numpy()
             self._blocks[block.ctypes.data] = block
         else:
             self._spare = [one for one in self._spare if one is not block]

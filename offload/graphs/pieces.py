@@ -127,20 +127,20 @@ class _Buffers:
 
 
 def pieces_bytes(
-    config: ModelConfig, dtype: torch.dtype, row_bytes: int, capture: type[Capture], *, shared: bool = True
+    config: ModelConfig, dtype: torch.dtype, row_bytes: int, capture: type[Capture], own_rows: int | None = None
 ) -> int:
     """Bytes of what pieces read and write, and of what they compute on the way.
 
     Args:
         row_bytes: of a row inside a layer.
         capture: what captures them.
-        shared: whether all passes use the same memory on the way, or each has its own.
+        own_rows: where each pass has memory of its own on the way, the rows of all of them.
     """
     most = capture.pieces_rows
     heads = 2 * (config.num_heads + config.num_kv_heads) * config.head_dim * dtype.itemsize
     buffers = 8 + rope_bytes(config, 1) + heads + 4 * (config.num_heads + config.vocab_size)
     on_the_way = row_bytes + config.hidden_size * dtype.itemsize + (4 + dtype.itemsize) * config.vocab_size
-    return most * buffers + (most if shared else most * (most + 1) // 2) * on_the_way
+    return most * buffers + (most if own_rows is None else own_rows) * on_the_way
 
 
 class _PassInPieces:

@@ -215,10 +215,11 @@ class RunPlan:
         request = self.request
         if request.on_gpu or request.gpus > 1 or request.part.linear:
             return 0
-        part = request.part
-        as_it_comes = 4 * (part.intermediate_size + part.hidden_size) * request.dtype.itemsize  # activated row by row
-        of_row = max(_row_bytes(request, part), as_it_comes)
-        return pieces_bytes(request.target, request.dtype, of_row, CpuCapture, shared=False)
+        part, most = request.part, min(CpuCapture.pieces_rows, request.sequences + request.beside)
+        # An MLP that is no kernel is activated row by row, and does not use attention's memory again.
+        mlp = 4 * (part.intermediate_size + part.hidden_size) * request.dtype.itemsize
+        of_row = _row_bytes(request, part) + (0 if part.activation == "silu" else mlp)
+        return pieces_bytes(request.target, request.dtype, of_row, CpuCapture, most * (most + 1) // 2)
 
     @property
     def reading(self) -> int:

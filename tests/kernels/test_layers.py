@@ -171,6 +171,18 @@ def test_other_formats_go_through_pytorch(dtype):
     assert torch.equal(linear(x, weight), F.linear(x, weight))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_outputs_are_the_same_to_the_last_bit_whatever_others_a_matrix_has(dtype):
+    """Few rows take more outputs at a time, and a matrix's last ones come by themselves. No rows give nothing."""
+    weight, bias = random(29, 330, dtype=dtype, seed=2), random(29, dtype=dtype, seed=3)
+    for n in range(6):
+        x = random(n, 330, dtype=dtype, seed=1)
+        whole = linear(x, weight, bias)
+        assert whole.shape == (n, 29)
+        for outputs in range(1, 29 if rows_are_independent(CPU, dtype, 32) else 1):
+            assert torch.equal(linear(x, weight[:outputs], bias[:outputs]), whole[:, :outputs])
+
+
 @pytest.mark.parametrize(("dtype", "tolerance"), FORMATS)
 @pytest.mark.parametrize("n", [1, 5, 33])
 def test_products_are_added_to_what_is_there(n, dtype, tolerance):

@@ -393,7 +393,7 @@ def test_what_pieces_keep_is_planned(tmp_path, family, dtype) -> None:
     capture = graphs.capture
     assert isinstance(capture, CpuCapture) and len(graphs.pieces_of(decoder)._passes) == CpuCapture.pieces_rows
     taken = room_bytes(capture) + held_bytes(graphs.held())
-    plan = make_plan(RunRequest(decoder.config, None, dtype, 900, Settings(tiers=1)))
+    plan = make_plan(RunRequest(decoder.config, None, dtype, 900, Settings(tiers=1), sequences=len(caches)))
     assert taken <= plan.captured <= 3 * taken
 
 

@@ -27,13 +27,6 @@
 
 typedef uint16_t bf16;
 
-INLINE float widened(bf16 x) { return float_of_bits((uint32_t)x << 16); }
-
-INLINE bf16 rounded(float x)
-{
-    return (bf16)_mm_extract_epi16((__m128i)_mm_cvtneps_pbh(_mm_set_ss(x)), 0);
-}
-
 INLINE __m512 load16(const void *p, __mmask16 mask, int is_bf16)
 {
     if (!is_bf16)
@@ -587,7 +580,7 @@ INLINE void rotate(const void *x, int64_t head_stride, int64_t row_stride, const
         }
 }
 
-/* Each is compiled twice, once per input type, so that the type is a constant there. */
+/* Each is compiled twice, once per input type, so that the type is a constant there; but in what threads begin, see layers_dots.h. */
 
 int triforce_linear(const void *x, int64_t stride, const void *norm, float eps, const void *w, const void *bias,
                     const Quantised *held, int64_t matrices, void *out, int adds, int64_t n, int64_t inputs, int64_t outputs,

@@ -1,9 +1,10 @@
 /* Products by dot products of rows: of the matrix, and of the input. Included by layers.c. */
 
-#define OUTPUTS 4 /* rows of a matrix, and */
+#define OUTPUTS 4 /* rows of a matrix, twice as many with one or two rows of the input, and */
 #define ROWS 4    /* rows of the input, that are multiplied together: 16 sums in registers */
 
-#define HELD_AHEAD (8 * 1024) /* bytes that a matrix in few bits is prefetched ahead: numbers are made slower than read */
+/* Bytes that a matrix in few bits is prefetched ahead: less far, as its numbers are made more slowly than they are read. */
+#define HELD_AHEAD (8 * 1024)
 
 /* `a[i] + a[i + 8]` of eight lanes, and behind them the same of `b`. */
 INLINE __m512 added_halves(__m512 a, __m512 b)
@@ -35,7 +36,7 @@ INLINE __m512i numbers_at(const char *p, __mmask32 mask, int is_bf16)
 }
 
 /* Adds to `sums[r * outputs + o]` the products of 64 bytes, or what `mask` has of them, of row o of `w` and row r of `x`: rows of
- * `bytes`. What lies `ahead` in the matrix is prefetched into the second cache, as the first one has loads wait for it. */
+ * `bytes`. What lies `ahead` in the matrix is prefetched into the second cache: prefetching into the first one makes loads wait. */
 INLINE void add_products(const char *w, const char *x, int64_t bytes, int outputs, int rows, int is_bf16, __mmask32 mask,
                          int64_t ahead, __m512 *sums)
 {
@@ -59,7 +60,7 @@ INLINE void add_products(const char *w, const char *x, int64_t bytes, int output
     }
 }
 
-/* `out[r, o] = w[o] · x[r] + bias[o]` of so many outputs, 1, 4 or 8, and rows: sixteen results at most. */
+/* `out[r, o] = w[o] · x[r] + bias[o]` of 1, 4 or 8 outputs and up to 4 rows: sixteen results at most. */
 INLINE void block(const char *w, const char *x, const char *bias, char *out, int64_t inputs, int64_t stride, int outputs,
                   int rows, int is_bf16, int64_t ahead)
 {
@@ -85,7 +86,7 @@ INLINE void block(const char *w, const char *x, const char *bias, char *out, int
         memcpy(out + r * stride * size, results + r * outputs * size, outputs * size);
 }
 
-/* The same of all rows, for 1 or 4 outputs. The first ones prefetch, as the others find the matrix in a cache. */
+/* The same of all rows, for 1 or 4 outputs. The first four rows prefetch: the others find the matrix in a cache. */
 INLINE void blocks(const char *w, const char *x, const char *bias, char *out, int64_t n, int64_t inputs, int64_t stride,
                    int outputs, int is_bf16, int64_t ahead)
 {
@@ -101,12 +102,14 @@ INLINE void blocks(const char *w, const char *x, const char *bias, char *out, in
             block(w, x, bias, out, inputs, stride, outputs, 1, is_bf16, ahead);
 }
 
-/* Makes the numbers of `count` rows from `r` on. */
+/* Writes the numbers of `count` rows from `r` on, in bfloat16. */
 INLINE void make_numbers(const Quantised *held, int64_t r, int64_t count, bf16 *numbers)
 {
     for (const int64_t end = r + count; r < end; r++, numbers += held->inputs)
-        if (!triforce_expand_bfloat16(held, r, 1, 0, held->inputs, numbers, 0, HELD_AHEAD))
+        if (!triforce_expand_bfloat16(held, r, 1, 0, held->inputs, numbers, 0, HELD_AHEAD)) {
+            fetch_held(held, r + OUTPUTS, 1);
             triforce_expand_part(held, r, 0, held->inputs, numbers, 1, LEVEL_AVX512BF16);
+        }
 }
 
 /* Rows of the matrix from `first` to `stop` times all rows of `x`: `out[r, o] = w[o] · x[r] + bias[o]`. Memory for `spare`:
@@ -114,11 +117,12 @@ INLINE void make_numbers(const Quantised *held, int64_t r, int64_t count, bf16 *
 INLINE void linear_part(const void *x, const Weights *w, const void *bias, void *out, int64_t n, int64_t inputs,
                         int64_t stride, int64_t first, int64_t stop, int is_bf16, bf16 *spare)
 {
-    const int64_t size = is_bf16 ? 2 : 4, most = n <= 2 && !w->held ? 2 * OUTPUTS : OUTPUTS;
-    const int64_t ahead = w->held ? 0 : larger(FETCH_AHEAD, most * inputs * size); /* no rows that are multiplied meanwhile */
+    const int64_t size = is_bf16 ? 2 : 4, most = n > 0 && n <= 2 && !w->held ? 2 * OUTPUTS : OUTPUTS;
+    const int64_t further = larger(FETCH_AHEAD, most * inputs * size); /* than the rows that are multiplied now */
     for (int64_t o = first, count; o < stop; o += count) {
         const char *matrix = (const char *)w->numbers + o * inputs * size, *added = bias ? (const char *)bias + o * size : NULL;
         char *place = (char *)out + o * size;
+        const int64_t ahead = w->held || (stop - o) * inputs * size <= further ? 0 : further;
         count = stop - o >= most ? most : stop - o >= OUTPUTS ? OUTPUTS : 1;
         if (w->held) {
             make_numbers(w->held, o, count, spare);
