@@ -222,14 +222,12 @@ def attend_blocks(
     return out.to(q.dtype) if rounded else out, lse
 
 
-def prepared_step(
-    rows: StepRows, blocks: Tensor, lse: Tensor, *, scale: float, window: int | None
-) -> PreparedStep | None:
+def prepared_step(rows: StepRows, blocks: Tensor, *, scale: float, window: int | None) -> PreparedStep | None:
     """What writes the keys and values of `rows` into a blocked cache and does what `attend_blocks` does, rounded, see
     `PreparedStep`; `None` where the compiled kernels do not compute that."""
     if not _are_compiled(rows) or not takes_blocks(rows.q, blocks) or not has_plain_rows(rows.k, rows.v, rows.out):
         return None
-    return PreparedStep(rows, blocks, lse, scale, window)
+    return PreparedStep(rows, blocks, scale, window)
 
 
 def prepared_pieces(

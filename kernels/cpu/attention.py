@@ -131,6 +131,8 @@ class StepRows:
     """Values, as `k`."""
     out: Tensor
     """Results, as `q`."""
+    lse: Tensor
+    """Memory for their log-sum-exps, `[num_heads * n]` float32."""
 
     @classmethod
     def like(cls, q: Tensor, k: Tensor) -> StepRows:
@@ -140,10 +142,11 @@ class StepRows:
             heads, n, head_dim = like.shape
             return torch.empty(n, heads, head_dim, dtype=like.dtype, device=like.device).transpose(0, 1)
 
-        return cls(rows(q), rows(k), rows(k), rows(q))
+        lse = torch.empty(q.shape[0] * q.shape[1], dtype=torch.float32, device=q.device)
+        return cls(rows(q), rows(k), rows(k), rows(q), lse)
 
     def tensors(self) -> tuple[Tensor, ...]:
-        return self.q, self.k, self.v, self.out
+        return self.q, self.k, self.v, self.out, self.lse
 
 
 class PreparedStep:
@@ -151,17 +154,16 @@ class PreparedStep:
     and results at the same places. What the kernels are asked is made up once: that takes Python about as long as they
     take."""
 
-    def __init__(self, rows: StepRows, blocks: Tensor, lse: Tensor, scale: float, window: int | None) -> None:
+    def __init__(self, rows: StepRows, blocks: Tensor, scale: float, window: int | None) -> None:
         """Args:
-        rows: this and all others must stay where they are.
+        rows: these and `blocks` must stay where they are.
         blocks: `[num_blocks, 2, num_kv_heads, block_size, head_dim]`, keys and values.
-        lse: room for the log-sum-exps, `[num_heads, n]` float32, contiguous.
         window: see `attend`.
         """
         kernels = loaded()
         assert kernels is not None
         self._copy, (block, half, head, row, _) = kernels.triforce_rotate, blocks.stride()
-        self._call = _call_for(rows.q, blocks[:, 0], blocks[:, 1], rows.out, lse, scale)
+        self._call = _call_for(rows.q, blocks[:, 0], blocks[:, 1], rows.out, rows.lse, scale)
         self._call.window = _NO_WINDOW if window is None else window
         self._blocks, self._size, self._block_size = blocks.data_ptr(), blocks.element_size(), blocks.shape[3]
         self._block, self._row = block, row
@@ -249,7 +251,6 @@ class PreparedPieces:
         assert kernels is not None
         (num_heads, n, head_dim), size = rows.q.shape, rows.q.element_size()
         self.rows = rows
-        self._lse = torch.empty(num_heads * n, dtype=torch.float32, device=rows.q.device)
         self._running = new_running(rows.q) if len(calls) > 1 else None
         copies: list[tuple[int, ...]] = []  # the fields of `StepCopy` of cpu.h, and below of `StepPlace`
         for number, start, own in written:
@@ -276,7 +277,7 @@ class PreparedPieces:
     ) -> Iterator[AttentionCall]:
         for piece in pieces:
             k, v = caches[piece.cache]
-            call = _call_for(self.rows.q[:, piece.rows], k, v, self.rows.out[:, piece.rows], self._lse, scale)
+            call = _call_for(self.rows.q[:, piece.rows], k, v, self.rows.out[:, piece.rows], self.rows.lse, scale)
             call.lse += 4 * call.num_heads * piece.rows.start
             call.m, call.diagonal, call.threads = piece.m, piece.diagonal, threads()
             if self._running is not None:
@@ -298,7 +299,7 @@ class PreparedPieces:
 
     def tensors(self) -> tuple[Tensor, ...]:
         """What it keeps."""
-        return *self.rows.tensors(), self._lse, *(() if self._running is None else (self._running,))
+        return *self.rows.tensors(), *(() if self._running is None else (self._running,))
 
 
 def _offset(cache: Tensor, token: int) -> int:

@@ -330,30 +330,27 @@ class FullCache:
             self.reads.seconds += time.perf_counter() - began
         return out
 
-    def steps(self, rows: StepRows, lse: Tensor) -> list[Callable[[], object] | None] | None:
+    def steps(self, rows: StepRows) -> list[Callable[[], object] | None] | None:
         """Of each layer what does `append` and `attend_rotated` for rows that are always at the same places, see
-        `kernels.attention.prepared_step`; `None` for a layer, or for the whole pass that is prepared: not these.
-
-        Args: `lse` is memory for log-sum-exps, `[num_heads, n]` float32, contiguous.
-        """
+        `kernels.attention.prepared_step`; `None` for a layer, or for the whole pass that is prepared: not these."""
         n = rows.q.shape[1]
         if self.prefix or self.mass_rows_of(n) or n > self.room_in_block():
             return None
         if self.blocks.device.type != "cpu" or any(filled != self._begin for filled in self._filled):
             return None
-        made_for = (*(x.data_ptr() for x in (*rows.tensors(), lse)), n, selected())
+        made_for = (*(x.data_ptr() for x in rows.tensors()), n, selected())
         if self._steps[0] != made_for:
-            self._steps = made_for, [self._step(layer, rows, lse) for layer in range(len(self._filled))]
+            self._steps = made_for, [self._step(layer, rows) for layer in range(len(self._filled))]
         made = self._steps[1]
         return [None if step is None else partial(self._take_step, layer, step, n) for layer, step in enumerate(made)]
 
-    def _step(self, layer: int, rows: StepRows, lse: Tensor) -> PreparedStep | None:
+    def _step(self, layer: int, rows: StepRows) -> PreparedStep | None:
         place = self.place(layer)
         blocks = None if place is None else self.blocks.at_once(place)
         if blocks is None:
             return None
         window = self.config.sliding_window(layer)
-        return prepared_step(rows, blocks, lse, scale=self.config.attention_scale, window=window)
+        return prepared_step(rows, blocks, scale=self.config.attention_scale, window=window)
 
     def _take_step(self, layer: int, step: PreparedStep, n: int) -> None:
         """Takes one of `steps`, for `n` rows."""

@@ -159,7 +159,7 @@ class JoinedFullCache(JoinedCache):
         """See `FullCache`; rows are in the order of the sequences, here and below."""
         return self._attention.rotation
 
-    def steps(self, rows: StepRows, lse: Tensor) -> list[Callable[[], object] | None]:
+    def steps(self, rows: StepRows) -> list[Callable[[], object] | None]:
         """See `FullCache`."""
         return [self._attention.step(layer, lambda: rows) for layer in range(self._caches[0].config.kv_layers)]
 

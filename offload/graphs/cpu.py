@@ -92,7 +92,7 @@ class _Room:
 
     def __init__(self) -> None:
         self._blocks: dict[int, NDArray[np.uint8]] = {}  # by address
-        self._spare: list[NDArray[np.uint8]] = []
+        self._spare: set[int] = set()  # addresses of those that nobody has
 
     def __contains__(self, x: Tensor) -> bool:
         return x.untyped_storage().data_ptr() in self._blocks
@@ -103,18 +103,16 @@ class _Room:
         if not size:
             return made
         # A much larger block would be held up by a small result that lasts.
-        block = min((one for one in self._spare if size <= one.nbytes <= 2 * size), key=len, default=None)
-        if block is None:
+        fitting = (at for at in self._spare if size <= self._blocks[at].nbytes <= 2 * size)
+        at = min(fitting, key=lambda at: self._blocks[at].nbytes, default=None)
+        if at is None:
             block = torch.empty(size, dtype=torch.uint8).numpy()
-            self._blocks[block.ctypes.data] = block
-        else:
-            self._spare = [one for one in self._spare if one is not block]
-        taken = block[:]  # an array of its own, which the tensor keeps
-        weakref.finalize(taken, self._give_back, block).atexit = False
+            at = block.ctypes.data
+            self._blocks[at] = block
+        self._spare.discard(at)
+        taken = self._blocks[at][:]  # an array of its own, which the tensor keeps
+        weakref.finalize(taken, self._spare.add, at).atexit = False
         return _as(made, taken)
-
-    def _give_back(self, block: NDArray[np.uint8]) -> None:
-        self._spare.append(block)
 
     def noted(self, x: Any) -> Any:
         """An argument as an operation that is repeated keeps it: without counting as somebody who has its memory."""

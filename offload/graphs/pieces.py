@@ -120,7 +120,8 @@ class _Buffers:
 
     def rows(self, n: int) -> StepRows:
         """Those of `n` tokens."""
-        return StepRows(*(buffer[:n].transpose(0, 1) for buffer in (self.q, self.k, self.v, self.out)))
+        q, k, v, out = (buffer[:n].transpose(0, 1) for buffer in (self.q, self.k, self.v, self.out))
+        return StepRows(q, k, v, out, self.lse[: n * len(q)])
 
     def tensors(self) -> tuple[Tensor, ...]:
         return self.token_ids, *self.rotation, self.q, self.out, self.k, self.v, self.lse, self.logits
@@ -176,7 +177,7 @@ class _PassInPieces:
             buffer[:n].copy_(rows)
         rows = buffers.rows(n)
         *before_attention, last = self._replays
-        steps = cache.steps(rows, buffers.lse[: n * len(rows.q)].view(-1, n))
+        steps = cache.steps(rows)
         for layer, replay in enumerate(before_attention):
             replay()
             step = steps[layer] if steps else None
