@@ -145,6 +145,101 @@ static int64_t work_of(const Attention *call)
     return call->num_heads * call->n * call->head_dim * (stop - start);
 }
 
+/* Query rows of a KV head that are computed together. One thread owns them: it computes with one split after another, from the first
+ * on, and joins the results as it goes. A thread that finds no block without an owner helps with the last splits of one. Whoever is
+ * done last joins the results of those and writes the rows. */
+typedef struct {
+    int64_t kv_head, first, rows, splits;
+    int64_t taken, helped; /* splits that are computed with, or have been; `helped` of them are the last ones */
+    int64_t done;          /* splits, and one more once the owner takes none any more */
+    int64_t joined;        /* splits, by the owner */
+    float *whole, *parts;  /* of the owner, as in Work, and of helpers, one for each split; 0: none may help */
+} Block;
+
+/* Adds to a number that threads share; returns what it was. */
+static int64_t add(int64_t *number, int64_t some)
+{
+#ifdef __GNUC__
+    return __atomic_fetch_add(number, some, __ATOMIC_ACQ_REL);
+#else
+    return (*number += some) - some; /* without kernels there is nothing to share */
+#endif
+}
+
+static int64_t value(const int64_t *number)
+{
+#ifdef __GNUC__
+    return __atomic_load_n(number, __ATOMIC_RELAXED);
+#else
+    return *number;
+#endif
+}
+
+/* What threads share of a call. */
+typedef struct {
+    const Attention *call;
+    const AttentionKernels *kernels;
+    Block *blocks;
+    int64_t num_blocks, next; /* the next one without an owner */
+    int64_t first_split, part_size;
+} Blocks;
+
+/* Says that `some` more of a block's `done` are; writes its rows if they are the last. */
+static void end(const Blocks *all, Block *block, int64_t some, Work *work)
+{
+    const Attention *call = all->call;
+    if (add(&block->done, some) + some <= block->splits)
+        return;
+    if (block->whole)
+        work->whole = block->whole;
+    for (int64_t split = block->joined; split < block->splits; split++)
+        all->kernels->merge(call->head_dim, block->rows, block->parts + split * all->part_size, work->whole);
+    if (call->running)
+        carry(call, block->kv_head, block->first, block->rows, work->whole, 1);
+    all->kernels->finish(call, block->kv_head, block->first, block->rows, work);
+}
+
+static void own(const Blocks *all, Block *block, Work *work)
+{
+    const Attention *call = all->call;
+    all->kernels->prepare(call, block->kv_head, block->first, block->rows, work);
+    if (block->whole)
+        work->whole = block->whole;
+    if (call->running)
+        carry(call, block->kv_head, block->first, block->rows, work->whole, 0);
+    else
+        clear(work->whole, call->head_dim, block->rows);
+    for (; add(&block->taken, 1) < block->splits; block->joined++) {
+        all->kernels->part(call, block->kv_head, block->rows, all->first_split + block->joined, work, work->part);
+        all->kernels->merge(call->head_dim, block->rows, work->part, work->whole);
+    }
+    end(all, block, block->joined + 1, work);
+}
+
+/* Helps with the block of which the most is left, by as much as leaves enough for every thread; returns 0 if nothing is left. */
+static int help(const Blocks *all, int64_t threads, Work *work)
+{
+    Block *block = all->blocks;
+    int64_t most = 0;
+    for (int64_t i = 0; i < all->num_blocks; i++) {
+        const int64_t left = all->blocks[i].splits - value(&all->blocks[i].taken);
+        if (left > most) {
+            most = left;
+            block = all->blocks + i;
+        }
+    }
+    const int64_t some = larger(1, most / (2 * threads)), got = smaller(some, block->splits - add(&block->taken, some));
+    if (got <= 0)
+        return most > 0;
+    const int64_t stop = block->splits - add(&block->helped, got);
+    all->kernels->prepare(all->call, block->kv_head, block->first, block->rows, work);
+    for (int64_t split = stop - got; split < stop; split++)
+        all->kernels->part(
+            all->call, block->kv_head, block->rows, all->first_split + split, work, block->parts + split * all->part_size);
+    end(all, block, got, work);
+    return 1;
+}
+
 /* One of the calls of `triforce_attend`, by up to `most` threads. */
 static int attend(const Attention *given, int most)
 {
@@ -163,23 +258,32 @@ static int attend(const Attention *given, int most)
     visible(call, call->n - 1, &ignored, &stop);
     const int64_t first_split = start / SPLIT, splits = start < stop ? (stop + SPLIT - 1) / SPLIT - first_split : 0;
     const int threads = work_of(call) < SMALL_WORK ? 1 : most;
-    const int64_t part_size = block_rows * row_stride(dim);
-    const int shared =
-        threads > 1 && splits > 1 && blocks * heads < 4 * threads &&
-        blocks * heads * splits * part_size <= (blocks * heads < threads ? SHARED_PARTS : EVEN_PARTS);
-
-    const int64_t in_a_row = larger(1, smaller(64, heads * blocks * splits / (4 * threads))); /* neighbouring splits that a thread takes */
+    const int64_t part_size = block_rows * row_stride(dim), num_blocks = heads * blocks;
+    const int helps = threads > 1 && splits > 1 && num_blocks < 4 * threads &&
+                      num_blocks * splits * part_size <= (num_blocks < threads ? SHARED_PARTS : EVEN_PARTS);
 
     Work sizes;
-    const int64_t own = carve(kernels, &sizes, 0, dim, block_rows);
+    const int64_t own_floats = carve(kernels, &sizes, 0, dim, block_rows);
     const int64_t num_peaks = call->mass ? whole_lines(call->num_heads * call->mass_rows * num_tiles(call)) : 0;
-    const int64_t num_parts = shared ? blocks * heads * splits * part_size : 0;
-    const int64_t floats = own * threads + num_peaks + num_parts + 16;
+    const int64_t of_block = helps ? (1 + splits) * part_size : 0;
+    const int64_t list = whole_lines(num_blocks * (int64_t)(sizeof(Block) / sizeof(float)));
+    const int64_t floats = own_floats * threads + num_peaks + num_blocks * of_block + list + 16;
     float *room = take_room(floats);
     if (!room)
         return 1;
     float *aligned = (float *)(((uintptr_t)room + 63) / 64 * 64);
-    float *peaks = aligned + own * threads, *parts = peaks + num_peaks;
+    float *peaks = aligned + own_floats * threads, *parts = peaks + num_peaks;
+    Blocks all = {call, kernels, (Block *)(parts + num_blocks * of_block), num_blocks, 0, first_split, part_size};
+    for (int64_t i = 0; i < num_blocks; i++) { /* the last rows see the most keys, so they are computed first */
+        const int64_t first = (blocks - 1 - i / heads) * row_block, rows = smaller(row_block, all_rows - first);
+        visible(call, (first + rows - 1) * heads / call->num_heads, &ignored, &stop);
+        all.blocks[i] = (Block){.kv_head = i % heads, .first = first, .rows = rows};
+        all.blocks[i].splits = larger(0, smaller(splits, (stop + SPLIT - 1) / SPLIT - first_split));
+        if (helps) {
+            all.blocks[i].whole = parts + i * of_block;
+            all.blocks[i].parts = all.blocks[i].whole + part_size;
+        }
+    }
 
 #pragma omp parallel num_threads(threads) if (threads > 1)
     {
@@ -192,41 +296,12 @@ static int attend(const Attention *given, int most)
         const unsigned before = flush_small();
         if (kernels->begin)
             kernels->begin();
-        carve(kernels, &work, aligned + own * me, dim, block_rows);
+        carve(kernels, &work, aligned + own_floats * me, dim, block_rows);
         work.peaks = peaks;
-        if (shared) {
-#pragma omp for schedule(dynamic, in_a_row)
-            for (int64_t item = 0; item < heads * blocks * splits; item++) {
-                const int64_t at = item / splits, head = at / blocks, first = at % blocks * row_block;
-                const int64_t rows = smaller(row_block, all_rows - first);
-                kernels->prepare(call, head, first, rows, &work);
-                kernels->part(call, head, rows, first_split + item % splits, &work, parts + item * part_size);
-            }
-        }
-        /* The last rows see the most keys, so they are computed first. */
-#pragma omp for schedule(dynamic, 1)
-        for (int64_t item = 0; item < heads * blocks; item++) {
-            const int64_t head = item % heads, block = blocks - 1 - item / heads;
-            const int64_t first = block * row_block, rows = smaller(row_block, all_rows - first);
-            kernels->prepare(call, head, first, rows, &work);
-            if (call->running)
-                carry(call, head, first, rows, work.whole, 0);
-            else
-                clear(work.whole, dim, rows);
-            for (int64_t split = 0; split < splits; split++) {
-                const float *part = parts + ((head * blocks + block) * splits + split) * part_size;
-                if (!shared) {
-                    if ((first_split + split) * SPLIT >= work.rows[rows - 1].stop)
-                        break;
-                    kernels->part(call, head, rows, first_split + split, &work, work.part);
-                    part = work.part;
-                }
-                kernels->merge(dim, rows, part, work.whole);
-            }
-            if (call->running)
-                carry(call, head, first, rows, work.whole, 1);
-            kernels->finish(call, head, first, rows, &work);
-        }
+        for (int64_t i; (i = add(&all.next, 1)) < num_blocks;)
+            own(&all, all.blocks + i, &work);
+        while (helps && help(&all, threads, &work))
+            ;
         if (kernels->end)
             kernels->end();
         restore_small(before);
