@@ -24,7 +24,6 @@ from .chunks import chunk_mass
 from .cpu.attention import (
     TILE,
     Piece,
-    PreparedPieces,
     PreparedStep,
     StepPiece,
     StepRows,
@@ -45,7 +44,6 @@ from .selection import KEYS_PER_SPLIT, STEP_ROWS, TILE_ROWS, Backend, selected
 __all__ = [
     "STEP_ROWS",
     "Piece",
-    "PreparedPieces",
     "PreparedStep",
     "Scratch",
     "StepPiece",
@@ -57,7 +55,6 @@ __all__ = [
     "choose_backend",
     "merge_partials",
     "new_running",
-    "prepared_pieces",
     "prepared_step",
     "takes_blocks",
     "takes_joined",
@@ -222,32 +219,39 @@ def attend_blocks(
     return out.to(q.dtype) if rounded else out, lse
 
 
-def prepared_step(rows: StepRows, blocks: Tensor, *, scale: float, window: int | None) -> PreparedStep | None:
-    """What writes the keys and values of `rows` into a blocked cache and does what `attend_blocks` does, rounded, see
-    `PreparedStep`; `None` where the compiled kernels do not compute that."""
-    if not _are_compiled(rows) or not takes_blocks(rows.q, blocks) or not has_plain_rows(rows.k, rows.v, rows.out):
-        return None
-    return PreparedStep(rows, blocks, scale, window)
-
-
-def prepared_pieces(
+def prepared_step(
     rows: StepRows,
     caches: Sequence[tuple[Tensor, Tensor]],
     calls: Sequence[Sequence[StepPiece]],
     written: Sequence[tuple[int, int, slice]],
     *,
     scale: float,
-) -> PreparedPieces | None:
-    """What writes the rows of a step into the caches of several sequences and attends to them, each row as `attend`
-    does that, for one layer after another: see `PreparedPieces`. `None` where the compiled kernels do not compute
-    that."""
-    if not _are_compiled(rows):
+    window: int | None = None,
+    before: PreparedStep | None = None,
+) -> PreparedStep | None:
+    """What writes the rows of a step into the caches of one or several sequences and attends to them, each row as
+    `attend` does that, rounded, for one layer after another: see `PreparedStep`. `None` where the compiled kernels do
+    not compute that.
+
+    Args: `before` is of an earlier step, and is used again where only positions differ.
+    """
+    made_for = (
+        tuple(x.data_ptr() for x in rows.tensors()),
+        (rows.q.shape, rows.k.shape, scale, window, selected()),
+        [(keys.shape[-3:], keys.stride(), values.stride()) for keys, values in caches],
+        [[(piece.rows.start, piece.rows.stop, piece.cache) for piece in some] for some in calls],
+        [(number, own.start, own.stop) for number, _, own in written],
+    )
+    if before and before.made_for == made_for:
+        before.aim(calls, written)
+        return before
+    if not _are_compiled(rows) or not has_plain_rows(rows.k, rows.v, rows.out):
         return None
     for keys, values in caches:
         whole, plain_rows = keys.dim() == 3 or keys.shape[2] % TILE == 0, has_plain_rows(rows.q, keys, values)
         if not whole or _backend_of(rows.q, False, plain_rows) != "compiled":
             return None
-    return PreparedPieces(rows, caches, calls, written, scale)
+    return PreparedStep(rows, caches, calls, written, scale, window, made_for)
 
 
 def _are_compiled(rows: StepRows) -> bool:

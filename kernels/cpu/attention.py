@@ -135,8 +135,10 @@ class StepRows:
     """Memory for their log-sum-exps, `[num_heads * n]` float32."""
 
     @classmethod
-    def like(cls, q: Tensor, k: Tensor) -> StepRows:
-        """New memory for rows like these."""
+    def like(cls, q: Tensor, k: Tensor, before: StepRows | None = None) -> StepRows:
+        """Memory for rows like these: that of rows `before`, if they are alike, or new."""
+        if before and (before.q.shape, before.k.shape, before.q.dtype) == (q.shape, k.shape, q.dtype):
+            return before
 
         def rows(like: Tensor) -> Tensor:
             heads, n, head_dim = like.shape
@@ -147,49 +149,6 @@ class StepRows:
 
     def tensors(self) -> tuple[Tensor, ...]:
         return self.q, self.k, self.v, self.out, self.lse
-
-
-class PreparedStep:
-    """Writes a step's keys and values behind a layer's others, and attends to all of them, time after time with rows
-    and results at the same places. What the kernels are asked is made up once: that takes Python about as long as they
-    take."""
-
-    def __init__(self, rows: StepRows, blocks: Tensor, scale: float, window: int | None) -> None:
-        """Args:
-        rows: these and `blocks` must stay where they are.
-        blocks: `[num_blocks, 2, num_kv_heads, block_size, head_dim]`, keys and values.
-        window: see `attend`.
-        """
-        kernels = loaded()
-        assert kernels is not None
-        self._copy, (block, half, head, row, _) = kernels.triforce_rotate, blocks.stride()
-        self._call = _call_for(rows.q, blocks[:, 0], blocks[:, 1], rows.out, rows.lse, scale)
-        self._call.window = _NO_WINDOW if window is None else window
-        self._blocks, self._size, self._block_size = blocks.data_ptr(), blocks.element_size(), blocks.shape[3]
-        self._block, self._row = block, row
-        heads, n, head_dim = rows.k.shape
-        into = head, row, None, heads, n, head_dim, blocks.dtype == torch.bfloat16
-        self._copies = [
-            ((x.data_ptr(), x.stride(0), x.stride(1), None, None, 0), i * half, into)
-            for i, x in enumerate((rows.k, rows.v))
-        ]
-
-    def __call__(self, start: int, m: int) -> None:
-        """Args:
-            start: of the rows' tokens, which belong into one block.
-            m: see `attend_blocks`.
-
-        Raises:
-            MemoryError: no memory for the temporaries.
-        """
-        index, offset = divmod(start, self._block_size)
-        place = index * self._block + offset * self._row
-        for source, half, into in self._copies:
-            self._copy(*source, self._blocks + (place + half) * self._size, *into)
-        call = self._call
-        call.m, call.diagonal, call.threads = m, start, threads()
-        if _attend()(call, 1):
-            raise MemoryError(_NO_MEMORY.format(call.n, m))
 
 
 @dataclass(slots=True)
@@ -225,10 +184,11 @@ class StepPiece:
     """See `attend`, counted from `first`."""
 
 
-class PreparedPieces:
-    """Writes the keys and values of a step's rows into the caches of several sequences, and attends to pieces of these
-    caches, for one layer after another: a layer's caches are at addresses of their own, and all else is as in the layer
-    before. What the kernels are asked is made up once: that takes Python longer than most pieces take them."""
+class PreparedStep:
+    """Writes the keys and values of a step's rows into the caches of one or several sequences, and attends to pieces of
+    these caches, for one layer after another: a layer's caches are at addresses of their own, and all else is as in the
+    layer before. What the kernels are asked is made up once, and from step to step only where tokens are (`aim`): it
+    takes Python longer than most pieces take them."""
 
     def __init__(
         self,
@@ -237,6 +197,8 @@ class PreparedPieces:
         calls: Sequence[Sequence[StepPiece]],
         written: Sequence[tuple[int, int, slice]],
         scale: float,
+        window: int | None,
+        made_for: object,
     ) -> None:
         """Args:
         rows: of the layer that comes next, or came last; they must stay where they are.
@@ -246,44 +208,57 @@ class PreparedPieces:
             Later ones go on from earlier ones.
         written: the number of a cache, where in it the keys and values of some rows belong, all into one block, and
             these rows.
+        window: see `attend`; of all pieces.
+        made_for: what says whether it can be used again.
         """
+        self.made_for = made_for
         kernels = loaded()
         assert kernels is not None
         (num_heads, n, head_dim), size = rows.q.shape, rows.q.element_size()
-        self.rows = rows
+        self.rows, self._caches = rows, [(_Layout.of(k), _Layout.of(v)) for k, v in caches]
         self._running = new_running(rows.q) if len(calls) > 1 else None
         copies: list[tuple[int, ...]] = []  # the fields of `StepCopy` of cpu.h, and below of `StepPlace`
-        for number, start, own in written:
+        for number, _, own in written:
             for i, (x, cache) in enumerate(zip((rows.k, rows.v), caches[number], strict=True)):
                 head, row = x.stride(0) * size, x.stride(1) * size
-                into = 2 * number + i, _offset(cache, start), cache.stride(-3) * size, cache.stride(-2) * size
+                into = 2 * number + i, 0, cache.stride(-3) * size, cache.stride(-2) * size
                 shape = len(x), own.stop - own.start, head_dim * size
                 copies.append((x.data_ptr() + own.start * row, head, row, *into, *shape))
         pieces = [piece for some in calls for piece in some]
-        places = [
-            (2 * piece.cache, _offset(k, piece.first), 2 * piece.cache + 1, _offset(v, piece.first))
-            for piece, (k, v) in ((piece, caches[piece.cache]) for piece in pieces)
-        ]
-        made = (AttentionCall * len(pieces))(*self._calls(pieces, caches, scale))
+        places = [(2 * piece.cache, 0, 2 * piece.cache + 1, 0) for piece in pieces]
+        made = (AttentionCall * len(pieces))(*self._calls(pieces, caches, scale, window))
         tables = [np.array(numbers, dtype=np.int64) for numbers in (copies, places, [len(some) for some in calls])]
-        self._kept = made, tables
-        asked = (tables[0].ctypes.data, len(copies), made, *(x.ctypes.data for x in tables[1:]), len(calls))
+        self._copies, self._places, groups = tables
+        self._numbers = np.frombuffer(made, dtype=np.int64).reshape(len(pieces), -1)  # of the calls, all but the scale
+        asked = (self._copies.ctypes.data, len(copies), made, self._places.ctypes.data, groups.ctypes.data, len(calls))
         running = (None, 0) if self._running is None else (self._running.data_ptr(), num_heads * n)
         self._addresses = (ctypes.c_int64 * (2 * len(caches)))()
         self._take = functools.partial(kernels.triforce_take_step, self._addresses, *asked, *running)
+        self._kept = groups  # which the kernel is given the address of
+        self.aim(calls, written)
 
     def _calls(
-        self, pieces: Sequence[StepPiece], caches: Sequence[tuple[Tensor, Tensor]], scale: float
+        self, pieces: Sequence[StepPiece], caches: Sequence[tuple[Tensor, Tensor]], scale: float, window: int | None
     ) -> Iterator[AttentionCall]:
         for piece in pieces:
             k, v = caches[piece.cache]
             call = _call_for(self.rows.q[:, piece.rows], k, v, self.rows.out[:, piece.rows], self.rows.lse, scale)
             call.lse += 4 * call.num_heads * piece.rows.start
-            call.m, call.diagonal, call.threads = piece.m, piece.diagonal, threads()
+            call.window = _NO_WINDOW if window is None else window
             if self._running is not None:
                 call.running = self._running[:, piece.rows].data_ptr()
                 call.running_head = self._running.stride(0)
             yield call
+
+    def aim(self, calls: Sequence[Sequence[StepPiece]], written: Sequence[tuple[int, int, slice]]) -> None:
+        """Says where the tokens of the next step are, of the same rows and caches as those it was made for."""
+        pieces = [piece for some in calls for piece in some]
+        self._copies[:, _INTO] = [
+            layout.offset(start) for number, start, _ in written for layout in self._caches[number]
+        ]
+        firsts = [[layout.offset(piece.first) for layout in self._caches[piece.cache]] for piece in pieces]
+        self._places[:, 1::2] = firsts
+        self._numbers[:, _AIMED] = [(piece.m, piece.diagonal, threads()) for piece in pieces]
 
     def __call__(self, addresses: Sequence[int]) -> None:
         """Takes the rows into a layer's caches, and attends to these.
@@ -295,17 +270,37 @@ class PreparedPieces:
         """
         self._addresses[:] = addresses
         if self._take():
-            raise MemoryError(_NO_MEMORY_FOR_PIECES.format(self.rows.q.shape[1]))
+            raise MemoryError(_NO_MEMORY.format(self.rows.q.shape[1], self._numbers[:, _AIMED[0]].max()))
 
     def tensors(self) -> tuple[Tensor, ...]:
         """What it keeps."""
         return *self.rows.tensors(), *(() if self._running is None else (self._running,))
 
 
-def _offset(cache: Tensor, token: int) -> int:
-    """Bytes from the beginning of keys or values, as `PreparedPieces` has them, to those of a token."""
-    block, token = divmod(token, cache.shape[-2])
-    return (block * cache.stride(0) * (cache.dim() == 4) + token * cache.stride(-2)) * cache.element_size()
+_INTO = 4
+"""The place in `StepCopy` of where in a cache rows are copied to."""
+
+_AIMED = [[name for name, _ in AttentionCall._fields_].index(name) for name in ("m", "diagonal", "threads")]
+"""The places in a call of what differs from step to step."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """Where the tokens of keys or values are, as `PreparedStep` has them. Bytes."""
+
+    block: int
+    token: int
+    block_size: int
+
+    @classmethod
+    def of(cls, cache: Tensor) -> _Layout:
+        size = cache.element_size()
+        return cls(cache.stride(0) * size if cache.dim() == 4 else 0, cache.stride(-2) * size, cache.shape[-2])
+
+    def offset(self, token: int) -> int:
+        """From the beginning of a layer's to those of a token."""
+        block, token = divmod(token, self.block_size)
+        return block * self.block + token * self.token
 
 
 def attend_compiled_pieces(

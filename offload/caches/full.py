@@ -18,10 +18,10 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from ...kernels.attention import PreparedStep, StepRows, prepared_step, takes_joined
+from ...kernels.attention import PreparedStep, StepPiece, StepRows, prepared_step, takes_joined
 from ...kernels.cpu.library import arithmetic
 from ...kernels.delta_rule import DeltaWeights
-from ...kernels.selection import STEP_ROWS, selected
+from ...kernels.selection import STEP_ROWS
 from ...tp.model.config import ModelConfig
 from ...tp.rope import Rope, RopeRows
 from ..held import Held, held_bytes
@@ -175,7 +175,7 @@ class FullCache:
         self._collector: weakref.WeakMethod[Callable[[], BlockCollector | None]] | None = None
         config, max_chunks = self.config, -(-self.capacity // self.chunk_size)
         self._attention = BlockAttention(config.attention_scale, self.chunk_size)
-        self._steps: tuple[object, list[PreparedStep | None]] = None, []
+        self._steps: dict[int | None, PreparedStep | None] = {}  # the last ones, by window
         self._mass = RecentMass(config.kv_layers, config.num_kv_heads, max_chunks, self.chunk_size)
 
     def keep_mass(self, rows: int) -> None:
@@ -331,32 +331,38 @@ class FullCache:
         return out
 
     def steps(self, rows: StepRows) -> list[Callable[[], object] | None] | None:
-        """Of each layer what does `append` and `attend_rotated` for rows that are always at the same places, see
-        `kernels.attention.prepared_step`; `None` for a layer, or for the whole pass that is prepared: not these."""
+        """Of each layer what does `append` and `attend_rotated` for the rows of a step, see
+        `kernels.attention.PreparedStep`; `None` for a layer, or for the whole pass that is prepared: not these."""
         n = rows.q.shape[1]
         if self.prefix or self.mass_rows_of(n) or n > self.room_in_block():
             return None
         if self.blocks.device.type != "cpu" or any(filled != self._begin for filled in self._filled):
             return None
-        made_for = (*(x.data_ptr() for x in rows.tensors()), n, selected())
-        if self._steps[0] != made_for:
-            self._steps = made_for, [self._step(layer, rows) for layer in range(len(self._filled))]
-        made = self._steps[1]
-        return [None if step is None else partial(self._take_step, layer, step, n) for layer, step in enumerate(made)]
+        start, stop = self._begin, self._begin + n
+        piece = StepPiece(slice(0, n), 0, 0, -(-stop // self.chunk_size) * self.chunk_size, start)
+        made: dict[int | None, PreparedStep | None] = {}
+        steps: list[Callable[[], object] | None] = []
+        for layer in range(len(self._filled)):
+            place, window = self.place(layer), self.config.sliding_window(layer)
+            blocks = None if place is None else self.blocks.at_once(place)
+            if blocks is None:
+                steps.append(None)
+                continue
+            if window not in made:
+                given = rows, [(blocks[:, 0], blocks[:, 1])], [[piece]], [(0, start, piece.rows)]
+                scale, before = self.config.attention_scale, self._steps.get(window)
+                made[window] = prepared_step(*given, scale=scale, window=window, before=before)
+            at, step = blocks.data_ptr(), made[window]
+            addresses = [at, at + blocks.stride(1) * blocks.element_size()]
+            steps.append(partial(self._take_step, layer, step, addresses, n) if step else None)
+        self._steps = made
+        return steps
 
-    def _step(self, layer: int, rows: StepRows) -> PreparedStep | None:
-        place = self.place(layer)
-        blocks = None if place is None else self.blocks.at_once(place)
-        if blocks is None:
-            return None
-        window = self.config.sliding_window(layer)
-        return prepared_step(rows, blocks, scale=self.config.attention_scale, window=window)
-
-    def _take_step(self, layer: int, step: PreparedStep, n: int) -> None:
+    def _take_step(self, layer: int, step: PreparedStep, addresses: Sequence[int], n: int) -> None:
         """Takes one of `steps`, for `n` rows."""
         began = time.perf_counter()
+        step(addresses)
         start, stop = self._filled[layer], self._filled[layer] + n
-        step(start, -(-stop // self.chunk_size) * self.chunk_size)
         self._filled[layer] = stop
         self.count_read(stop - max(0, start + 1 - (self.config.sliding_window(layer) or stop)))
         self.reads.seconds += time.perf_counter() - began

@@ -19,24 +19,24 @@ from torch import Tensor
 
 from ...kernels.attention import (
     Piece,
-    PreparedPieces,
+    PreparedStep,
     Scratch,
     StepPiece,
     StepRows,
     attend,
     attend_pieces,
     new_running,
-    prepared_pieces,
+    prepared_step,
     takes_blocks,
     takes_joined,
 )
-from ...kernels.layers import copy_rows
 from ...kernels.selection import on_cpu
-from ...tp.rope import Rope, RopeRows
+from ...tp.rope import RopeRows
 from ..held import Held, held_scratch
 from ..transfer.device_blocks import pieces_of
 from .full import FullCache
 from .recent_mass import MassPart, Shares
+from .steps import StepOfPass, put_rows
 
 _Keys = Tensor | tuple[Tensor, int]
 """Keys and values of a piece: `[2, num_kv_heads, m, head_dim]`, or blocks as `Piece` has them and its first key."""
@@ -86,13 +86,12 @@ class SharedAttention:
         """What the rows of the pass that is prepared are rotated by, in the order of the sequences."""
         self._moved: Tensor | None = None  # the rows in that order, where it is another one
         self._back: Tensor | None = None
-        self._step: PreparedPieces | None = None  # of the pass that is prepared, from its first layer on
+        self._step = StepOfPass()
         self._halves: list[int] = []  # bytes from a block's keys to its values, by holder
-        self._may_step = False
 
     def held(self) -> Held:
         """See `offload.held`: beside the caches, for the pass that came last."""
-        given = *self.rotation, self._moved, self._back, *(self._step.tensors() if self._step else ())
+        given = *self.rotation, self._moved, self._back, *self._step.tensors()
         yield from (("prefill", tensor) for tensor in given if tensor is not None)
         yield from held_scratch(self._scratch)
         yield from self._shares.held()
@@ -127,8 +126,8 @@ class SharedAttention:
             cache.blocks.prepare(cache.length - cache.start, own, first_row=first, stop=stop)
             holder.parts = list(_parts_of(holder))
         enough = all(n <= cache.room_in_block() for cache, n in zip(caches, counts, strict=True))
-        self._step = None
-        self._may_step = enough and self._moved is None and on_cpu(device) and not any(self._mass_rows)
+        may_be = enough and self._moved is None and on_cpu(device) and not any(self._mass_rows)
+        self._step.begin(may_be=may_be and not any(cache.collector for cache in caches))
 
     def _path(self, i: int, numbers: dict[FullCache, int]) -> list[tuple[int, int]]:
         """Where sequence `i` leaves each cache on its way through the tree: those that part later are neighbours.
@@ -163,30 +162,27 @@ class SharedAttention:
             found.append(holder)
         return found
 
-    def step(self, layer: int, rows: Callable[[], StepRows]) -> Callable[..., StepRows] | None:
+    def step(self, layer: int, rows: Callable[[StepRows | None], StepRows]) -> Callable[..., StepRows] | None:
         """What appends the rows of a step to a layer and attends to all of it, and gives `rows`; `None` where `append`
         and `attend` have to. It may be given a layer's queries, keys and values, not yet rotated, to put them there
         first.
 
-        Args: `rows` gives where the pass's rows are, in all layers; it is asked once.
+        Args: `rows` gives where the pass's rows are, in all layers; it is asked once, and given those of the step
+            before.
         """
-        blocks = self._layer_blocks(layer) if self._may_step else None
-        if blocks is None or self._caches[0].config.sliding_window(layer) is not None:
+        if self._caches[0].config.sliding_window(layer) is not None:
             return None
-        if self._step is None:
-            self._step = self._prepared(rows(), blocks)
-        if self._step is None:
-            self._may_step = False
+        blocks = self._layer_blocks(layer)
+        if blocks is None:
+            return None
+        step = self._step.get(lambda before: self._made_step(rows(before and before.rows), blocks, before))
+        if step is None:
             return None
         places = zip((one.data_ptr() for one in blocks), self._halves, strict=True)
-        return partial(
-            self._take_step, layer, self._step, [at for place, half in places for at in (place, place + half)]
-        )
+        return partial(self._take_step, layer, step, [at for place, half in places for at in (place, place + half)])
 
-    def _prepared(self, rows: StepRows, blocks: list[Tensor]) -> PreparedPieces | None:
+    def _made_step(self, rows: StepRows, blocks: list[Tensor], before: PreparedStep | None) -> PreparedStep | None:
         """See `step`. Args: `blocks` are those of each holder in some layer."""
-        if any(cache.collector for cache in self._caches):
-            return None
         calls: list[list[StepPiece]] = [[]]
         for number, holder in enumerate(self._holders):
             for span, first, m in holder.parts:
@@ -199,7 +195,7 @@ class SharedAttention:
         written = [(numbers[cache], start - cache.start, own) for cache, start, own in starts]
         caches = [(one[:, 0], one[:, 1]) for one in blocks]
         self._halves = [one.stride(1) * one.element_size() for one in blocks]
-        return prepared_pieces(rows, caches, calls, written, scale=self._scale)
+        return prepared_step(rows, caches, calls, written, scale=self._scale, before=before)
 
     def _layer_blocks(self, layer: int) -> list[Tensor] | None:
         """Of each holder all blocks of a layer, where they lie together."""
@@ -213,7 +209,7 @@ class SharedAttention:
     def _take_step(
         self,
         layer: int,
-        step: PreparedPieces,
+        step: PreparedStep,
         addresses: Sequence[int],
         given: tuple[Tensor, Tensor, Tensor] | None = None,
     ) -> StepRows:
@@ -406,17 +402,6 @@ class _RowsSoFar:
 def rows_of(counts: Sequence[int]) -> list[slice]:
     """Where each of so many rows are that follow one another."""
     return [slice(first, stop) for first, stop in pairwise(accumulate(counts, initial=0))]
-
-
-def put_rows(
-    rows: StepRows, layer: int, given: tuple[Tensor, Tensor, Tensor], rope: Rope, rotation: RopeRows
-) -> StepRows:
-    """`rows` with a layer's queries, keys and values, which are not yet rotated."""
-    q, k, v = given
-    rope.rotate(layer, q, rotation, out=rows.q)
-    rope.rotate(layer, k, rotation, out=rows.k)
-    copy_rows(v, rows.v)
-    return rows
 
 
 def _range(places: slice) -> range:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from ...kernels.attention import PreparedPieces, StepPiece, StepRows, prepared_pieces
+from ...kernels.attention import PreparedStep, StepPiece, StepRows, prepared_step
 from ...kernels.delta_rule import DeltaWeights
 from ...kernels.selection import on_cpu
 from ...tp.decoder import Cache
@@ -20,7 +20,8 @@ from ...tp.rope import RopeRows
 from ..held import Held
 from .full import FullCache
 from .retrieval import RetrievalCache
-from .shared_attention import SharedAttention, put_rows, rows_of
+from .shared_attention import SharedAttention, rows_of
+from .steps import StepOfPass, put_rows
 
 
 def together(caches: Sequence[Cache]) -> JoinedCache:
@@ -83,46 +84,46 @@ class JoinedRetrievalCache(JoinedCache):
         self._caches: list[RetrievalCache]
         self._slots: list[int] = []  # of the pass that is prepared, of each sequence's first token
         self._rotation: RopeRows = ()
-        self._step: PreparedPieces | None = None
-        self._may_step = False
+        self._step = StepOfPass()
 
     def held(self) -> Held:
         """See `offload.held`: beside the caches, for the pass that came last."""
-        yield from (("scratch", tensor) for tensor in (*self._rotation, *(self._step.tensors() if self._step else ())))
+        yield from (("scratch", tensor) for tensor in (*self._rotation, *self._step.tensors()))
 
     def prepare(self, n: int) -> None:
         super().prepare(n)
         caches, rope = self._caches, self._caches[0].rope
         slots = [cache.slot(count) for cache, count in zip(caches, self.counts, strict=True)]
-        self._slots, self._step = [slot for slot in slots if slot is not None], None
-        self._may_step = len(self._slots) == len(caches) and on_cpu(caches[0].source.blocks.device)
-        if self._may_step:
+        self._slots = [slot for slot in slots if slot is not None]
+        may_be = len(self._slots) == len(caches) and on_cpu(caches[0].source.blocks.device)
+        self._step.begin(may_be=may_be)
+        if may_be:
             turned = [rope.rows(cache.length, count) for cache, count in zip(caches, self.counts, strict=True)]
             self._rotation = tuple(torch.cat(tables) for tables in zip(*turned, strict=True))
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         caches = self._caches
         buffers = [cache.buffers(layer) for cache in caches]
-        if self._may_step and self._step is None:
-            self._step = self._prepared(StepRows.like(q, k), buffers)
-            self._may_step = self._step is not None
-        if self._step is None:
+        step = self._step.get(lambda before: self._made_step(q, k, buffers, before))
+        if step is None:
             return super().attend(layer, q, k, v)
-        rows = put_rows(self._step.rows, layer, (q, k, v), caches[0].rope, self._rotation)
-        self._step([one.data_ptr() for both in buffers for one in both])
+        rows = put_rows(step.rows, layer, (q, k, v), caches[0].rope, self._rotation)
+        step([one.data_ptr() for both in buffers for one in both])
         for cache, count in zip(caches, self.counts, strict=True):
             cache.appended(layer, count)
         return rows.out
 
-    def _prepared(self, rows: StepRows, buffers: list[tuple[Tensor, Tensor]]) -> PreparedPieces | None:
-        own = rows_of(self.counts)
+    def _made_step(
+        self, q: Tensor, k: Tensor, buffers: list[tuple[Tensor, Tensor]], before: PreparedStep | None
+    ) -> PreparedStep | None:
+        rows, own = StepRows.like(q, k, before and before.rows), rows_of(self.counts)
         pieces = [
             StepPiece(some, i, 0, keys.shape[1], slot)
             for i, (some, slot, (keys, _)) in enumerate(zip(own, self._slots, buffers, strict=True))
         ]
         written = [(i, slot, some) for i, (some, slot) in enumerate(zip(own, self._slots, strict=True))]
         scale = self._caches[0].source.config.attention_scale
-        return prepared_pieces(rows, buffers, [pieces], written, scale=scale)
+        return prepared_step(rows, buffers, [pieces], written, scale=scale, before=before)
 
 
 class JoinedFullCache(JoinedCache):
@@ -149,7 +150,7 @@ class JoinedFullCache(JoinedCache):
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         rope, rotation = self._caches[0].rope, self.rotation()
-        if take := self._attention.step(layer, lambda: StepRows.like(q, k)):
+        if take := self._attention.step(layer, lambda before: StepRows.like(q, k, before)):
             return take((q, k, v)).out
         q = rope.rotate(layer, q, rotation)
         self.append(layer, rope.rotate(layer, k, rotation), v)
@@ -161,7 +162,7 @@ class JoinedFullCache(JoinedCache):
 
     def steps(self, rows: StepRows) -> list[Callable[[], object] | None]:
         """See `FullCache`."""
-        return [self._attention.step(layer, lambda: rows) for layer in range(self._caches[0].config.kv_layers)]
+        return [self._attention.step(layer, lambda _: rows) for layer in range(self._caches[0].config.kv_layers)]
 
     def append(self, layer: int, k: Tensor, v: Tensor) -> None:
         """See `FullCache`."""

@@ -20,7 +20,7 @@ from ...tp.decoder import Cache, Decoder
 from ...tp.model.config import ModelConfig
 from ...tp.rope import rope_bytes
 from ..caches.full import FullCache
-from ..caches.shared_attention import put_rows
+from ..caches.steps import put_rows
 from ..caches.together import JoinedFullCache
 from ..held import Held
 from .capture import Capture, first_reason

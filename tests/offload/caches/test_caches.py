@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from profiles import examples
 from tiny import random_tokens, save_family, save_llama
 from tiny_caches import append, full_cache, moving_cache, streaming_cache
-from triforce.kernels.attention import StepPiece, StepRows, prepared_pieces
+from triforce.kernels.attention import StepPiece, StepRows, prepared_step
 from triforce.kernels.cpu.library import Level, cpu_level
 from triforce.kernels.layers import steps_are_compiled
 from triforce.kernels.selection import use_kernels
@@ -265,7 +265,7 @@ def test_nothing_is_prepared_where_a_processor_has_no_kernel_that_copies_rows():
     caches, piece = [(torch.zeros(2, 64, 32), torch.zeros(2, 64, 32))], StepPiece(slice(0, 1), 0, 0, 64, 3)
 
     def prepared():
-        return prepared_pieces(StepRows.like(q, k), caches, [[piece]], [(0, 3, slice(0, 1))], scale=0.2)
+        return prepared_step(StepRows.like(q, k), caches, [[piece]], [(0, 3, slice(0, 1))], scale=0.2)
 
     assert (prepared() is not None) == steps_are_compiled(CPU, torch.float32, 32)
     with use_kernels(layers="plain"):

@@ -15,8 +15,8 @@ from quantised import FORMATS, save_quantised
 from recorder import PROMPT
 from tiny import random_tokens, save_family, save_llama
 from tiny_caches import append
-from triforce.kernels.attention import PreparedPieces
-from triforce.kernels.cpu.library import Level, cpu_level
+from triforce.kernels.attention import PreparedStep
+from triforce.kernels.cpu.library import AttentionCall, Level, cpu_level
 from triforce.kernels.selection import use_kernels
 from triforce.offload import Engine, Sampling
 from triforce.offload.caches.full import FullCache
@@ -339,7 +339,7 @@ def test_all_but_attention_to_full_caches_is_captured(decoder, mass_rows, histor
 
 @pytest.mark.parametrize("family", ["llama", "mistral-window", "gemma3"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_steps_are_prepared_for_a_cache(tmp_path, family, dtype) -> None:
+def test_steps_are_prepared_for_a_cache(tmp_path, monkeypatch, family, dtype) -> None:
     """For layers that keep all tokens, whether they see all of them or not; again for another pass's rows, and given up
     where a pass fails between two layers."""
     save_family(tmp_path, family, head_dim=32)
@@ -348,20 +348,34 @@ def test_steps_are_prepared_for_a_cache(tmp_path, family, dtype) -> None:
     plain, tokens = Passes(decoder, caches[1]), iter(torch.tensor(random_tokens(90, seed=5)).split(1))
     for cache in caches:
         cache.keep_mass(0)
+    places = [caches[0].place(layer) is not None for layer in range(decoder.config.num_layers)]
+    level, take = [name for name, _ in AttentionCall._fields_].index("level"), PreparedStep.__call__
+    taken: list[int] = []
+    fails = 0  # the step of a pass that does, as where there is no memory
+
+    def counted(step, addresses):
+        taken.append(step._numbers[0, level])
+        step._numbers[:, level] = 99 if len(taken) == fails else taken[0]
+        try:
+            take(step, addresses)
+        finally:
+            step._numbers[:, level] = taken[0]
+
+    monkeypatch.setattr(PreparedStep, "__call__", counted)
     for _ in range(2):
         graphs = Graphs(CpuCapture())  # with rows at other places
         captured = Passes(decoder, caches[0], graphs)
         for _, token in zip(range(40), tokens, strict=False):
             assert torch.equal(captured.forward(token, 1), plain.forward(token, 1))
-        _, steps = caches[0]._steps
-        places = [caches[0].place(layer) is not None for layer in range(len(steps))]
-        assert [step is not None for step in steps] == places and any(places)
-        token, (*_, last) = next(tokens), (step for step in steps if step)
-        level, last._call.level = last._call.level, 99  # fails, as where there is no memory
+        taken.clear()
+        assert torch.equal(captured.forward(token := next(tokens), 1), plain.forward(token, 1))
+        assert len(taken) == sum(places) > 0
+        taken.clear()
+        token, fails = next(tokens), sum(places)
         with pytest.raises(MemoryError, match="no memory for the temporaries of attention of 1 rows to"):
             captured.forward(token, 1)
         caches[0].break_off()
-        last._call.level = level
+        fails = 0
         assert torch.equal(captured.forward(token, 1), plain.forward(token, 1))
 
 
@@ -439,7 +453,7 @@ def test_steps_of_several_sequences_are_captured_in_pieces(decoder) -> None:
     ours, theirs = ([one.read_so_far().num_bytes for one in some] for some in caches)
     assert ours == theirs
     with pytest.MonkeyPatch.context() as patch:  # a pass fails between two layers, and comes once more
-        patch.setattr(PreparedPieces, "__call__", fails_once(PreparedPieces.__call__))
+        patch.setattr(PreparedStep, "__call__", fails_once(PreparedStep.__call__))
         some = torch.tensor([next(tokens) for _ in range(4)])
         with pytest.raises(MemoryError):
             captured.forward(some, [1] * 4, [1] * 4)
