@@ -86,10 +86,11 @@ extern const AttentionKernels attention_avx2_float32, attention_avx2_bfloat16, a
     attention_avx512bf16_bfloat16, attention_amx_bfloat16;
 
 /* What suits a processor. The kernels for dot products of bfloat16 prefetch what is `keys_ahead` keys ahead of those in use, a
- * multiple of TILE / 2 (0: they leave it to the processor), to the second cache for up to `few_rows` rows, to the first for more; those
- * in float32 to the second cache if `to_second`. */
+ * multiple of TILE / 2 (0: they leave it to the processor), to the first cache; for up to `few_rows` rows to the second, and there
+ * what is `again` bytes less far ahead a second time (0: only once), as a processor drops what it is asked for while too much is under
+ * way. Those in float32 prefetch to the second cache if `to_second`. */
 typedef struct {
-    int64_t keys_ahead, few_rows;
+    int64_t keys_ahead, few_rows, again;
     int to_second;
 } Prefetching;
 

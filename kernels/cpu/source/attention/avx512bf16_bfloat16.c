@@ -20,6 +20,7 @@ typedef struct {
     const char *keys, *values; /* to be prefetched */
     int every;                 /* a line of both is prefetched at every first or second step of a loop; 0: none is */
     int to_second;             /* whether to the second cache, not the first */
+    int64_t again;             /* bytes before each line of one that is prefetched too, a second time; 0: none is */
 } Tile;
 
 INLINE void prefetch(const Tile *tile, int64_t step)
@@ -28,6 +29,10 @@ INLINE void prefetch(const Tile *tile, int64_t step)
         const int64_t at = (tile->every == 1 ? 64 : 32) * step; /* a line is 64 bytes */
         prefetch_line(tile->keys + at, tile->to_second);
         prefetch_line(tile->values + at, tile->to_second);
+        if (tile->again) {
+            prefetch_line(tile->keys + at - tile->again, tile->to_second);
+            prefetch_line(tile->values + at - tile->again, tile->to_second);
+        }
     }
 }
 
@@ -185,6 +190,7 @@ static void prefetch_later(Tile *tile, const SplitRows *this, const uint16_t *k,
     tile->values = (const char *)(v + place_of(call, later, call->v_block, call->v_row));
     tile->every = this->some <= AT_A_TIME ? 1 : 2;
     tile->to_second = this->some <= suits->few_rows;
+    tile->again = tile->to_second ? suits->again : 0;
 }
 
 /* A copy of a tile of which the keys or values from `start` to before `stop` alone may be read, with zeros for the others. */
