@@ -326,6 +326,61 @@ def test_what_the_device_refuses_is_not_there():
         assert torch.zeros(25).sum() == 0
 
 
+def test_what_a_pool_has_lives_on_the_device_and_is_not_held_against_the_limit():
+    """What leaves it is; what is freed, or goes to the host, is in neither count."""
+    simulator = Simulator()
+    with simulator:
+        simulator.limit = 200
+        outside = torch.ones(40)
+        with simulator.in_pool():
+            pooled = [torch.ones(100), torch.ones(30)]
+            simulator.memory(torch.ones(250))  # for a moment
+            simulator.borrow(2000)
+        assert (simulator.live, simulator.taken, simulator.peak) == (680, 160, 2680)
+        with pytest.raises(torch.OutOfMemoryError):
+            torch.ones(20).add_(1)
+        with pytest.raises(torch.OutOfMemoryError):
+            simulator.borrow(50)
+        del outside
+        simulator.out_of_pool(pooled[1])
+        assert (simulator.live, simulator.taken) == (520, 120)
+        simulator.out_of_pool(pooled[1])  # where it is already
+        with pytest.raises(torch.OutOfMemoryError):
+            simulator.out_of_pool(pooled[0])
+        assert (simulator.live, simulator.taken) == (520, 120), "what is refused stays in the pool"
+        del pooled[1]
+        assert (simulator.live, simulator.taken) == (400, 0)
+        simulator.put(simulator.memory(pooled[0]), host=True)
+        assert (simulator.live, simulator.taken, len(simulator.refused)) == (0, 0, 3)
+
+
+def test_behind_a_pool_is_what_was_before_it():
+    """Another pool, or none, though what ran in it failed."""
+    simulator = Simulator()
+
+    def pooled():
+        before = simulator.pooled
+        kept.append(torch.ones(10))
+        simulator.memory(kept[-1])
+        return simulator.pooled - before
+
+    kept = list[torch.Tensor]()
+    with simulator:
+        assert pooled() == 0
+        with simulator.in_pool():
+            with simulator.in_pool():
+                assert pooled() == 40
+            assert pooled() == 40
+            with pytest.raises(RuntimeError), simulator.in_pool():
+                raise RuntimeError
+            assert pooled() == 40
+        assert pooled() == 0
+        with pytest.raises(RuntimeError), simulator.in_pool():
+            raise RuntimeError
+        assert pooled() == 0
+        assert (simulator.live, simulator.taken) == (240, 120)
+
+
 @torch.inference_mode()  # in which PyTorch says of these that they give views
 def test_copies_that_might_have_been_views_are_on_the_device():
     simulator = Simulator()

@@ -300,13 +300,13 @@ class Simulator:
         """Holds a tensor's memory against the limit, whatever it was taken for.
 
         Raises:
-            torch.OutOfMemoryError: there is not so much.
+            torch.OutOfMemoryError: there is not so much; it stays in the pool.
         """
         memory = self.memory(tensor)
         if memory.pooled:
-            self._take(-memory.size, pooled=True)
+            self._check_limit(memory.size)
+            self.pooled -= memory.size
             memory.pooled = False
-            self._take(memory.size)
 
     def _take(self, size: int, pooled: bool = False) -> None:
         """Counts memory of the device that is taken or, below 0, given back.
@@ -316,13 +316,20 @@ class Simulator:
         Raises:
             torch.OutOfMemoryError: there is not so much.
         """
-        others = self.others + self.workspaces + self.outside
-        if size > 0 and not pooled and self.taken + size + others > self.limit:
-            self.refused.append(f"{size} bytes beside {self.taken} and others' {others} of {self.limit}")
-            raise torch.OutOfMemoryError(f"out of memory: {self.refused[-1]}")
+        if size > 0 and not pooled:
+            self._check_limit(size)
         self.live += size
         self.pooled += size if pooled else 0
         self.peak = max(self.peak, self.live)
+
+    def _check_limit(self, size: int) -> None:
+        """Raises:
+        torch.OutOfMemoryError: there is not so much.
+        """
+        others = self.others + self.workspaces + self.outside
+        if self.taken + size + others > self.limit:
+            self.refused.append(f"{size} bytes beside {self.taken} and others' {others} of {self.limit}")
+            raise torch.OutOfMemoryError(f"out of memory: {self.refused[-1]}")
 
     def borrow(self, size: int) -> None:
         """Counts memory of the device that an operation takes besides its result, and gives back when it ends."""
