@@ -106,6 +106,96 @@ def test_a_tail_that_grows_is_noticed(models, monkeypatch):
     assert max(rooms) > planned
 
 
+class Capturing(ledger.Measuring):
+    """Notes which passes run to be captured next, since `passes` was emptied: by their model, their tokens and, in
+    pieces, their logits."""
+
+    def __init__(self, simulator):
+        super().__init__(simulator)
+        self.passes = []
+
+    def warm_up(self, run):
+        one = run.__self__
+        self.passes.append((one._decoder, one._n, getattr(one, "_num_logits", None)))
+        return super().warm_up(run)
+
+
+class Addresses:
+    """Where tensors of a conversation are. All are kept here, so that none of their addresses is given to another."""
+
+    def __init__(self):
+        self.moved: set[str] = set()
+        """Names by which tensors came that were elsewhere, or others, when they came by it first."""
+        self._known, self._kept = {}, []
+
+    def note(self, name, held, *parts):
+        """Takes note of those of `held` that are of these parts."""
+        tensors = [(part, x) for part, x in held if part in parts]
+        self._kept.append(tensors)
+        places = [(part, x.data_ptr(), x.numel()) for part, x in tensors]
+        assert places
+        if self._known.setdefault(name, places) != places:
+            self.moved.add(name)
+
+
+def conversation(models, turns=3, room=2000, **settings):
+    """What moved, or was captured twice within a turn, in a conversation whose passes are captured; how many were in
+    each turn, and replays in all."""
+    simulator, addresses, captured = Simulator(), Addresses(), []
+    system = simulated_system(simulator, limits=ledger.LIMITS)
+    given: Any = {"device": "cpu", "dtype": "float32", "system": system, "block_length": 6, "draft_length": 3}
+    engine = Engine.load(models / "target", models / "draft", **given | settings)
+    engine._kept.room = room
+    engine._capture = capture = Capturing(simulator)
+    prompt = random_tokens(300, seed=3)
+    with as_on_a_gpu(), simulator:
+        for turn in range(turns):
+            before = capture.captures
+            capture.passes.clear()
+            run = engine.stream(prompt, Sampling(0.8, seed=turn), 24, ignore_eos=True)
+            for event in run:
+                caches = run.sequence.active
+                assert settings.get("resident") is None or not caches.full.all_on_device
+                addresses.note("full cache", caches.full.blocks.held(), "resident_kv", "ring", "open_stretches")
+                if event.index:
+                    assert caches.streaming and caches.retrieval
+                    addresses.note(f"mass in turn {turn}", caches.full._mass.held(), "mass")
+                    addresses.note(f"draft's cache in turn {turn}", caches.streaming.held(), "draft_kv")
+                    addresses.note(f"retrieval cache in turn {turn}", buffers_of(caches.retrieval), "retrieval")
+            assert not turn or run.statistics.reused_tokens > 300
+            if len(capture.passes) > len(set(capture.passes)):
+                addresses.moved.add("a captured pass")
+            captured.append(capture.captures - before)
+            prompt = prompt + run.statistics.token_ids + random_tokens(100, seed=turn)
+    return addresses.moved, captured, capture.replays
+
+
+def buffers_of(retrieval):
+    return (("retrieval", one) for layer in retrieval._buffers for one in layer)
+
+
+@pytest.mark.parametrize("refresh", ["auto", "round"])
+@pytest.mark.parametrize("budget", [64, 1024])
+@pytest.mark.parametrize("resident", [1e-4, None])
+@pytest.mark.slow(keep=("0.0001-1024-auto",))
+def test_addresses_stay_over_turns_and_no_pass_is_captured_twice_in_one(models, resident, budget, refresh):
+    """What a full cache has on the device stays from turn to turn. Retrieval cache, draft's cache and attention mass
+    stay from a turn's first round to its last. Those of the next turn are others, and so are its captured passes, as a
+    run that ends gives back all but its full cache."""
+    moved, captured, replays = conversation(models, resident=resident, budget=budget, refresh=refresh)
+    assert not moved
+    assert min(captured) >= 3 and replays > 5 * sum(captured)
+
+
+def test_what_moves_and_what_is_captured_anew_is_noticed(models, monkeypatch):
+    """Of a full cache without room for the next turn, and of a retrieval cache whose tail is too short."""
+    moved, _, _ = conversation(models, room=0, budget=1024)
+    assert moved == {"full cache"}
+    made_larger("_tail", lambda _: 4)(monkeypatch, RetrievalCache)
+    moved, _, _ = conversation(models, turns=1, budget=64)
+    assert moved == {"retrieval cache in turn 0", "a captured pass"}
+
+
 def left_out(part):
     """An owner that does not say that it holds these."""
 
