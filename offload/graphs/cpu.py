@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ...kernels.cpu.calls import noting
 from ...kernels.layers import steps_are_compiled, steps_make_numbers
 from ...tp.decoder import Decoder
+from ..held import Held
 
 _READS_NUMBERS = {"_local_scalar_dense", "equal", "is_nonzero", "item", "masked_select", "nonzero"}
 """Operations whose result, or its size, the host reads from numbers that another pass would have others of."""
@@ -78,12 +79,18 @@ class CpuCapture:
 
             cut()
             result = run(cut)
+        room.result = result.untyped_storage().data_ptr()
         self._tapes.update(tapes)
         return [tape.replay for tape in tapes], result
 
     def clear(self) -> None:
         for tape in self._tapes:
             tape.clear()
+
+    def held(self) -> Held:
+        """See `offload.held`: what captured passes compute in, but for results, which whoever replays them has."""
+        for room in {tape.room for tape in self._tapes}:
+            yield from room.held() if room else ()
 
 
 class _Room:
@@ -92,6 +99,9 @@ class _Room:
 
     def __init__(self) -> None:
         self._blocks: dict[int, NDArray[np.uint8]] = {}  # by address
+        self._memory: list[Tensor] = []  # the same blocks
+        self.result: int | None = None
+        """The address of what the pass brings."""
         self._spare: set[int] = set()  # addresses of those that nobody has
 
     def __contains__(self, x: Tensor) -> bool:
@@ -106,7 +116,8 @@ class _Room:
         fitting = (at for at in self._spare if size <= self._blocks[at].nbytes <= 2 * size)
         at = min(fitting, key=lambda at: self._blocks[at].nbytes, default=None)
         if at is None:
-            block = torch.empty(size, dtype=torch.uint8).numpy()
+            self._memory.append(torch.empty(size, dtype=torch.uint8))
+            block = self._memory[-1].numpy()
             at = block.ctypes.data
             self._blocks[at] = block
         self._spare.discard(at)
@@ -119,6 +130,10 @@ class _Room:
         if isinstance(x, (list, tuple)):
             return type(x)(map(self.noted, x))
         return _as(x, self._blocks[x.untyped_storage().data_ptr()]) if isinstance(x, Tensor) and x in self else x
+
+    def held(self) -> Held:
+        """See `CpuCapture`."""
+        yield from (("captured", block) for block in self._memory if block.data_ptr() != self.result)
 
     @property
     def nbytes(self) -> int:
@@ -140,6 +155,11 @@ class _Tape(TorchDispatchMode):
         self._kept: list[Any] = []  # memory of others that compiled kernels are given the addresses of
         self._in_use = threading.Lock()
         self.note = self._calls.append
+
+    @property
+    def room(self) -> _Room | None:
+        """What it computes in, until it is cleared."""
+        return self._room
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:

@@ -29,6 +29,7 @@ from ..caches.together import JoinedFullCache, JoinedRetrievalCache, together
 from ..caches.token_slots import TokenSlots
 from ..held import Held
 from .capture import Capture, first_reason
+from .cpu import CpuCapture
 from .pieces import Pieces
 
 JOINED = 2
@@ -103,9 +104,12 @@ class Graphs:
         return self._pieces[decoder]
 
     def held(self) -> Held:
-        """See `offload.held`: what pieces of passes have, whichever sequences run."""
+        """See `offload.held`: what pieces of passes have, whichever sequences run, and what those that a CPU captured
+        compute in."""
         for pieces in self._pieces.values():
             yield from pieces.held()
+        if isinstance(self._capture, CpuCapture):
+            yield from self._capture.held()
 
     def register(self, passes: _Captures | Pieces) -> None:
         """Says that `passes` will hold captured ones."""

@@ -211,15 +211,39 @@ class RunPlan:
 
     @property
     def captured(self) -> int:
-        """What passes have that a CPU captured in pieces; on a GPU it is a part of the reserve."""
+        """What passes have that a CPU captured, whole or in pieces; on a GPU it is a part of the reserve."""
         request = self.request
-        if request.on_gpu or request.gpus > 1 or request.part.linear:
+        if request.on_gpu or request.gpus > 1:
             return 0
-        part, most = request.part, min(CpuCapture.pieces_rows, request.sequences + request.beside)
-        # An MLP that is no kernel is activated row by row, and does not use attention's memory again.
-        mlp = 4 * (part.intermediate_size + part.hidden_size) * request.dtype.itemsize
-        of_row = _row_bytes(request, part) + (0 if part.activation == "silu" else mlp)
+        models = zip((request.part, request.small), self._captured_rows(CpuCapture.most_tokens), strict=True)
+        whole = sum(rows * self._captured_row(part) for part, rows in models if part and rows)
+        whole *= request.sequences + request.beside
+        return whole + (0 if request.part.linear else self._captured_in_pieces())
+
+    def _captured_in_pieces(self) -> int:
+        """Of those, what is of a CPU's passes in pieces."""
+        request = self.request
+        most, of_row = min(CpuCapture.pieces_rows, request.sequences + request.beside), _kept_row(request, request.part)
         return pieces_bytes(request.target, request.dtype, of_row, CpuCapture, most * (most + 1) // 2)
+
+    def _captured_row(self, part: ModelConfig) -> int:
+        """What a row of a whole pass has that a CPU captured: its token, slot, step and rotation; what is computed on
+        the way, towards the sinks of a draft once more; and logits, which are rounded first."""
+        request, item = self.request, self.request.dtype.itemsize
+        given = 3 * 8 + rope_bytes(part, 1)
+        sinks = part.num_heads * (part.head_dim * item + (part.head_dim + 2) * 4)
+        logits = (4 + item) * request.target.vocab_size
+        return given + _kept_row(request, part) + sinks + part.hidden_size * item + logits
+
+    def _captured_rows(self, most_tokens: float = math.inf) -> tuple[int, int]:
+        """Rows of a sequence's whole passes that are captured, those of the target over its retrieval cache and those
+        of the draft: of the target up to the longest one, and of all shorter ones."""
+        request = self.request
+        rows = int(min(self.retrieval_draft.longest + 2, most_tokens)) if self.budget else 0
+        if request.part.linear:  # passes with states are not captured, nor those of what reads hidden states
+            small = request.small
+            return 0, rows if small and not (small.linear or small.is_head) else 0
+        return rows * (rows + 1) // 2, rows
 
     @property
     def reading(self) -> int:
@@ -259,11 +283,8 @@ class RunPlan:
         request = self.request
         if not request.on_gpu:
             return {}
-        rows = self.retrieval_draft.longest + 2 if self.budget else 0  # of the longest captured pass; all shorter ones
-        of_target, of_draft = rows * (rows + 1) // 2, rows
-        if request.part.linear:  # passes with states are not captured, nor those of what reads hidden states
-            of_target, small = 0, request.small
-            of_draft = rows if small and not (small.linear or small.is_head) else 0
+        rows = self.retrieval_draft.longest + 2 if self.budget else 0
+        of_target, of_draft = self._captured_rows()
         logits = 4 * request.target.vocab_size * (of_target + of_draft)
         sequences = request.sequences + request.beside
         times = 1 if sequences == 1 else sequences * (1 + JOINED)  # each one's own, and those of several
@@ -709,6 +730,13 @@ def _row_bytes(request: RunRequest, part: ModelConfig) -> int:
     results = 1 if request.kernels and not request.on_gpu else 3
     attending = part.head_dim * heads * (item + results * 4)
     return max(mlp, given + max(attending, 4 * part.head_dim * gates * item))
+
+
+def _kept_row(request: RunRequest, part: ModelConfig) -> int:
+    """What a row inside a layer has of a pass that a CPU captured. An MLP that is no kernel is activated row by row,
+    and does not use attention's memory again."""
+    mlp = 4 * (part.intermediate_size + part.hidden_size) * request.dtype.itemsize
+    return _row_bytes(request, part) + (0 if part.activation == "silu" else mlp)
 
 
 def _step_bytes(request: RunRequest, placement: Placement, draft_tokens: int, sequences: int) -> int:

@@ -406,9 +406,57 @@ def test_what_pieces_keep_is_planned(tmp_path, family, dtype) -> None:
                 cache.rollback(30)
     capture = graphs.capture
     assert isinstance(capture, CpuCapture) and len(graphs.pieces_of(decoder)._passes) == CpuCapture.pieces_rows
-    taken = room_bytes(capture) + held_bytes(graphs.held())
+    taken = held_bytes(graphs.held())
+    assert 0 < room_bytes(capture) < taken
     plan = make_plan(RunRequest(decoder.config, None, dtype, 900, Settings(tiers=1), sequences=len(caches)))
     assert taken <= plan.captured <= 3 * taken
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3", "wide", "mistral-window", "llama-bias"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_what_whole_passes_keep_is_planned(tmp_path, family, dtype) -> None:
+    """Of the target up to the longest one, and of the draft as many rows; `wide` has an MLP that is no kernel."""
+    wide = {"intermediate_size": 2048} if family == "wide" else {}
+    save_family(tmp_path, "gemma3" if wide else family, head_dim=32, **wide)
+    decoder = Decoder.load(tmp_path, dtype=dtype, device=torch.device("cpu"))
+    graphs = Graphs(CpuCapture())
+    passes = [Passes(decoder, make(decoder), graphs) for make in (retrieval_cache, streaming_cache)]
+    for one, longest in zip(passes, (CpuCapture.most_tokens, 4), strict=True):
+        length = one.cache.length
+        for n in range(1, longest + 1):
+            for _ in range(CpuCapture.passes_before + 1):
+                one.forward(torch.tensor(random_tokens(n)), n)
+                one.cache.rollback(length)
+        assert replays_of(one) == longest
+    taken = held_bytes(held for one in (*passes, graphs) for held in one.held() if not is_of(decoder.rope, held))
+    plan = make_plan(RunRequest(decoder.config, decoder.config, dtype, 900, Settings()))
+    assert sum(plan._captured_rows(CpuCapture.most_tokens)) == 55 + 10
+    assert taken <= plan.captured - plan._captured_in_pieces() <= 3 * taken
+
+
+def is_of(rope, held) -> bool:
+    """Whether a captured pass has it of the table of rotations, which is counted where that is held."""
+    return any(held[1].untyped_storage()._cdata == table.untyped_storage()._cdata for _, table in rope.held())
+
+
+@pytest.mark.parametrize("draft", ["model", "model,lookup"])
+def test_what_is_captured_in_a_run_is_held_and_planned(tmp_path, draft) -> None:
+    """All that captured passes compute in, their results, and what they are given."""
+    save_llama(tmp_path / "target", seed=1, num_key_value_heads=2, head_dim=32)
+    save_llama(tmp_path / "model", seed=1, num_hidden_layers=1, head_dim=32)
+    models = tmp_path / "target", f"{tmp_path}/{draft}"
+    engine = Engine.load(*models, device="cpu", dtype="bfloat16", budget=64, block_length=7, draft_length=3)
+    capture, most = engine._capture, 0
+    assert isinstance(capture, CpuCapture)
+    run = engine.stream(PROMPT, Sampling(0.9, seed=1), 60, ignore_eos=True)
+    for _ in run:
+        held = held_bytes(engine.held(), "captured")
+        assert room_bytes(capture) <= held <= run.sequence.active.plan.captured
+        most = max(most, room_bytes(capture))
+        replays = [replays_of(passes) for passes in run.sequence.active.passes.values()]
+    assert most and sum(replays) > 2, "of several tiers"
+    run.close()
+    assert not held_bytes(engine.held(), "captured")
 
 
 def room_bytes(capture: CpuCapture) -> int:
