@@ -59,6 +59,8 @@ class Findings:
     cpu: dict[str, Any] = field(default_factory=dict)
     cuda: list[dict[str, Any]] = field(default_factory=list)
     memory: dict[str, int] = field(default_factory=dict)
+    process_bytes: dict[str, int] = field(default_factory=dict)
+    """What plans count of a process that computes on the CPU besides its run (`ProcessMemory`), without a GPU."""
     page_locking: dict[str, float] | None = None
     """How many bytes of host memory were tested (`tried_bytes`), how many of them the system locked (`locked_bytes`),
     and the `seconds` that took; `None` without a GPU."""
@@ -106,6 +108,8 @@ def examine() -> Findings:
             found.versions["nccl"] = gpu_links.nccl_version()
             _check_page_locking(found, torch)
             check_links(found, torch)
+        else:
+            found.process_bytes = _process_bytes()
         _check_kernels(found)
         found.few_bits = _few_bits(found, torch)
         _check_embedded(found, torch)
@@ -249,6 +253,15 @@ def check_links(
             devices[index]["peers"].append({"index": other, "access": pair.access, "transport": pair.transport})
 
 
+def _process_bytes() -> dict[str, int]:
+    """See `Findings`."""
+    try:
+        from ..offload.limits import PROCESS
+    except Exception:  # what is broken is said elsewhere
+        return {}
+    return asdict(PROCESS)
+
+
 def _check_kernels(found: Findings) -> None:
     """Checks the compiled kernels for this processor, which are optional."""
     try:
@@ -344,6 +357,10 @@ def describe(found: Findings) -> str:
         rows["page-locking"] = f"{limit}{gib(int(size))} of host memory, {seconds / size * 2**30:.2f} s for each GiB"
     if not found.cuda:
         rows["CUDA devices"] = "none; models run on the processor"
+    if found.process_bytes:
+        from .plan.report import PROCESS
+
+        rows["process"] = "; ".join(f"{PROCESS[part]} {gib(size)}" for part, size in found.process_bytes.items())
     rows["compiled kernels"] = found.compiled_kernels or "none; plain PyTorch instead"
     if found.few_bits:
         rows["few bits"] = f"weights in {found.few_bits['formats']}"

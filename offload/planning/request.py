@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property, lru_cache
 
 import torch
@@ -91,8 +91,9 @@ class RunRequest:
 
     @property
     def process_parts(self) -> dict[str, int]:
-        """Bytes of host memory that a rank's process takes besides the run: `python`, with PyTorch, and `cuda`."""
-        return {"python": self.limits.runtime_bytes} | ({"cuda": self.limits.cuda_host_bytes} if self.on_gpu else {})
+        """Bytes of host memory that a rank's process takes besides the run: the parts of `ProcessMemory`, and `cuda`
+        where a GPU computes."""
+        return asdict(self.limits.process) | ({"cuda": self.limits.cuda_host_bytes} if self.on_gpu else {})
 
     @property
     def process_bytes(self) -> int:

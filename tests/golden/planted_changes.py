@@ -73,7 +73,7 @@ CHANGES = (
         '"dtype": str(',
         '"number_format": str(',
     ),
-    Change("a planned byte", "plan", "offload/limits.py", "runtime_bytes: int = 350", "runtime_bytes: int = 351"),
+    Change("a planned byte", "plan", "offload/limits.py", "python: int = 219", "python: int = 220"),
     Change("the noise of a seed", "texts and seeded", "offload/speculation/noise.py", "7F4A7C15", "7F4A7C17"),
     Change(
         "the noise of a second answer",

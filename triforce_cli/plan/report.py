@@ -60,7 +60,13 @@ _RESERVED = {
 }
 
 
-_PROCESS = {"python": "Python, PyTorch", "cuda": "CUDA's libraries"}
+PROCESS = {
+    "python": "Python, PyTorch",
+    "program": "this program, transformers, the tokenizer",
+    "kept": "kept by kernels and allocators",
+    "cuda": "CUDA's libraries",
+}
+"""Parts of `RunRequest.process_parts`, in words."""
 
 
 def _memory_table(plan: Plan) -> Table:
@@ -96,7 +102,7 @@ def _memory_table(plan: Plan) -> Table:
         *([("copies of earlier states", "-", _size(run.kept_states * request.gpus))] if run.kept_states else []),
         *([("index of the text", "-", _size(run.index * request.gpus))] if run.index else []),
         *(
-            (f"process: {_PROCESS[part]}", "-", _size(size * request.gpus))
+            (f"process: {PROCESS[part]}", "-", _size(size * request.gpus))
             for part, size in request.process_parts.items()
         ),
         *([("process: CUDA context", _size(run.cuda_context), "-")] if run.cuda_context else []),

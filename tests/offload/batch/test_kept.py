@@ -15,7 +15,7 @@ from tiny import random_tokens, save_llama
 from triforce.offload import ContextRequest, ContextStore, Ended, Engine, Progress, Request, Sampling, Tokens
 from triforce.offload.batch.kept import KeptCache
 from triforce.offload.caches.full import FullCache
-from triforce.offload.limits import Limits
+from triforce.offload.limits import Limits, ProcessMemory
 from triforce.offload.system import System
 from triforce.offload.transfer.device_blocks import Footprint
 from triforce.tp import CapacityError
@@ -181,7 +181,7 @@ def test_who_builds_on_a_text_does_not_go_on_once_less_of_it_was_restored(models
 
 def limited(models, tokens, answer, besides=0):
     """An engine with memory for a run over so many tokens, and for the keys and values of some `besides`."""
-    system = System(limits=replace(LIMITS, runtime_bytes=0))
+    system = System(limits=replace(LIMITS, process=ProcessMemory(0, 0, 0)))
     plan = models.engine("llama", system=system).plan(tokens, answer)
     memory = plan.host_total + besides * plan.request.token_bytes
     return models.engine("llama", host_memory=memory / 2**30, system=system)

@@ -11,7 +11,7 @@ from spmd import run_jobs
 from tiny import greedy_oracle, random_tokens, save_llama
 from triforce.kernels.packing import packs_fast
 from triforce.offload import Engine, Request, Sampling
-from triforce.offload.limits import Limits
+from triforce.offload.limits import Limits, ProcessMemory
 from triforce.offload.planning.memory import plan_here
 from triforce.offload.system import System
 from triforce.offload.transfer.staged.block_file import DiskError, DiskSpace
@@ -25,7 +25,7 @@ ROOM = 2.6e6 / GIB
 """In which two blocks of each layer are resident."""
 
 
-SMALL = System(limits=Limits(runtime_bytes=0, largest_block=256))
+SMALL = System(limits=Limits(process=ProcessMemory(0, 0, 0), largest_block=256))
 """Where the tiny models' cache is what counts."""
 
 

@@ -13,7 +13,7 @@ import torch
 from tiny import save_llama
 from triforce.kernels.packing import packs_fast
 from triforce.offload import Engine
-from triforce.offload.limits import LIMITS
+from triforce.offload.limits import LIMITS, ProcessMemory
 from triforce.offload.planning.memory import gib, plan_here, shortage_explained
 from triforce.offload.planning.request import RunRequest
 from triforce.offload.planning.run_plan import CUDA_CONTEXT, largest_context, left_free, make_plan
@@ -98,6 +98,17 @@ def test_a_run_that_cannot_fit_is_refused_with_the_numbers(tmp_path):
         make_plan(replace(request, host_bytes=LIMITS.runtime_bytes)).check()
     with pytest.raises(CapacityError, match="of memory on each rank"):
         make_plan(replace(request, gpus=2, host_bytes=LIMITS.runtime_bytes)).check()
+
+
+def test_what_a_process_takes_is_planned_by_part(tmp_path):
+    """The same whether it computes on a CPU or on a GPU, where CUDA takes more."""
+    on_cpu = request_of(tmp_path)
+    on_gpu = replace(on_cpu, gpu_bytes=2**30)
+    assert on_cpu.process_parts == {"python": 219 * 2**20, "program": 55 * 2**20, "kept": 76 * 2**20}
+    assert on_gpu.process_parts == on_cpu.process_parts | {"cuda": LIMITS.cuda_host_bytes}
+    assert on_cpu.process_bytes == LIMITS.runtime_bytes == 350 * 2**20
+    rest = make_plan(replace(on_cpu, limits=replace(LIMITS, process=ProcessMemory(0, 0, 0))))
+    assert make_plan(on_cpu).host_total - rest.host_total == 350 * 2**20
 
 
 def test_what_is_to_leave_a_gpu_must_fit_the_host(tmp_path):

@@ -34,7 +34,7 @@ from staged_runs import staged
 from torch import Tensor
 from triforce.offload import ContextRequest, ContextStore, Engine, Request, Sampling
 from triforce.offload.held import bytes_by_part
-from triforce.offload.limits import Limits
+from triforce.offload.limits import Limits, ProcessMemory
 from triforce.offload.planning.request import RunRequest
 from triforce.offload.planning.run_plan import FRAGMENTED, RunPlan, make_plan
 from triforce.offload.settings import Settings
@@ -53,7 +53,9 @@ from tiny import random_tokens, save_family, save_llama
 LIMITS = Limits(largest_block=1024, window_slack=16, tiling=Tiling(64, 16, 256))
 """So small that tokens of a few hundred are several blocks, several parts of a prefill, and shared."""
 
-FEW_BUFFERS = replace(LIMITS, ring_buffers=1, staging_buffers=3, disk_buffers=3, open_slack=160, runtime_bytes=0)
+FEW_BUFFERS = replace(
+    LIMITS, ring_buffers=1, staging_buffers=3, disk_buffers=3, open_slack=160, process=ProcessMemory(0, 0, 0)
+)
 """Where host memory is limited: more buffers would take more of it than a disk gives back of a few hundred tokens."""
 
 
