@@ -115,7 +115,7 @@ class Capturing(ledger.Measuring):
         self.passes = []
 
     def warm_up(self, run):
-        one = run.__self__
+        one = getattr(run, "__self__")  # noqa: B009 (of a method)
         self.passes.append((one._decoder, one._n, getattr(one, "_num_logits", None)))
         return super().warm_up(run)
 

@@ -446,7 +446,7 @@ def test_what_is_captured_in_a_run_is_held_and_planned(tmp_path, draft) -> None:
     save_llama(tmp_path / "model", seed=1, num_hidden_layers=1, head_dim=32)
     models = tmp_path / "target", f"{tmp_path}/{draft}"
     engine = Engine.load(*models, device="cpu", dtype="bfloat16", budget=64, block_length=7, draft_length=3)
-    capture, most = engine._capture, 0
+    capture, most, replays = engine._capture, 0, list[int]()
     assert isinstance(capture, CpuCapture)
     run = engine.stream(PROMPT, Sampling(0.9, seed=1), 60, ignore_eos=True)
     for _ in run:
