@@ -145,15 +145,15 @@ static int64_t work_of(const Attention *call)
     return call->num_heads * call->n * call->head_dim * (stop - start);
 }
 
-/* Query rows of a KV head that are computed together. One thread owns them: it computes with one split after another, from the first
- * on, and joins the results as it goes. A thread that finds no block without an owner helps with the last splits of one. Whoever is
- * done last joins the results of those and writes the rows. */
+/* Query rows of a KV head that are computed together. One thread owns them: it computes with one split after another, from the
+ * first on, and joins the results as it goes. A thread that finds no block without an owner helps with the last splits of one that
+ * has memory for that; those blocks come last. Whoever is done last joins the results of those splits and writes the rows. */
 typedef struct {
     int64_t kv_head, first, rows, splits;
     int64_t taken, helped; /* splits that are computed with, or have been; `helped` of them are the last ones */
     int64_t done;          /* splits, and one more once the owner takes none any more */
     int64_t joined;        /* splits, by the owner */
-    float *whole, *parts;  /* of the owner, as in Work, and of helpers, one for each split; 0: none may help */
+    float *whole, *parts;  /* of the owner, as in Work, and of helpers, one for each split; 0: the owner's own, and none may help */
 } Block;
 
 /* Adds to a number that threads share; returns what it was. */
@@ -180,7 +180,8 @@ typedef struct {
     const Attention *call;
     const AttentionKernels *kernels;
     Block *blocks;
-    int64_t num_blocks, next; /* the next one without an owner */
+    int64_t num_blocks, helped; /* the last `helped` ones have memory for helpers' results */
+    int64_t next;               /* the next one without an owner */
     int64_t first_split, part_size;
 } Blocks;
 
@@ -219,18 +220,20 @@ static void own(const Blocks *all, Block *block, Work *work)
 /* Helps with the block of which the most is left, by as much as leaves enough for every thread; returns 0 if nothing is left. */
 static int help(const Blocks *all, int64_t threads, Work *work)
 {
-    Block *block = all->blocks;
+    Block *block = 0;
     int64_t most = 0;
-    for (int64_t i = 0; i < all->num_blocks; i++) {
+    for (int64_t i = all->num_blocks - all->helped; i < all->num_blocks; i++) {
         const int64_t left = all->blocks[i].splits - value(&all->blocks[i].taken);
         if (left > most) {
             most = left;
             block = all->blocks + i;
         }
     }
+    if (!block)
+        return 0;
     const int64_t some = larger(1, most / (2 * threads)), got = smaller(some, block->splits - add(&block->taken, some));
     if (got <= 0)
-        return most > 0;
+        return 1; /* others were faster */
     const int64_t stop = block->splits - add(&block->helped, got);
     all->kernels->prepare(all->call, block->kv_head, block->first, block->rows, work);
     for (int64_t split = stop - got; split < stop; split++)
@@ -259,28 +262,27 @@ static int attend(const Attention *given, int most)
     const int64_t first_split = start / SPLIT, splits = start < stop ? (stop + SPLIT - 1) / SPLIT - first_split : 0;
     const int threads = work_of(call) < SMALL_WORK ? 1 : most;
     const int64_t part_size = block_rows * row_stride(dim), num_blocks = heads * blocks;
-    const int helps = threads > 1 && splits > 1 && num_blocks < 4 * threads &&
-                      num_blocks * splits * part_size <= (num_blocks < threads ? SHARED_PARTS : EVEN_PARTS);
+    const int64_t of_block = (1 + splits) * part_size, most_parts = num_blocks < threads ? SHARED_PARTS : EVEN_PARTS;
+    const int64_t helped = threads > 1 && splits > 1 ? smaller(num_blocks, most_parts / of_block) : 0; /* blocks, the last ones */
 
     Work sizes;
     const int64_t own_floats = carve(kernels, &sizes, 0, dim, block_rows);
     const int64_t num_peaks = call->mass ? whole_lines(call->num_heads * call->mass_rows * num_tiles(call)) : 0;
-    const int64_t of_block = helps ? (1 + splits) * part_size : 0;
     const int64_t list = whole_lines(num_blocks * (int64_t)(sizeof(Block) / sizeof(float)));
-    const int64_t floats = own_floats * threads + num_peaks + num_blocks * of_block + list + 16;
+    const int64_t floats = own_floats * threads + num_peaks + helped * of_block + list + 16;
     float *room = take_room(floats);
     if (!room)
         return 1;
     float *aligned = (float *)(((uintptr_t)room + 63) / 64 * 64);
     float *peaks = aligned + own_floats * threads, *parts = peaks + num_peaks;
-    Blocks all = {call, kernels, (Block *)(parts + num_blocks * of_block), num_blocks, 0, first_split, part_size};
+    Blocks all = {call, kernels, (Block *)(parts + helped * of_block), num_blocks, helped, 0, first_split, part_size};
     for (int64_t i = 0; i < num_blocks; i++) { /* the last rows see the most keys, so they are computed first */
         const int64_t first = (blocks - 1 - i / heads) * row_block, rows = smaller(row_block, all_rows - first);
         visible(call, (first + rows - 1) * heads / call->num_heads, &ignored, &stop);
         all.blocks[i] = (Block){.kv_head = i % heads, .first = first, .rows = rows};
         all.blocks[i].splits = larger(0, smaller(splits, (stop + SPLIT - 1) / SPLIT - first_split));
-        if (helps) {
-            all.blocks[i].whole = parts + i * of_block;
+        if (i >= num_blocks - helped) {
+            all.blocks[i].whole = parts + (i - num_blocks + helped) * of_block;
             all.blocks[i].parts = all.blocks[i].whole + part_size;
         }
     }
@@ -300,7 +302,7 @@ static int attend(const Attention *given, int most)
         work.peaks = peaks;
         for (int64_t i; (i = add(&all.next, 1)) < num_blocks;)
             own(&all, all.blocks + i, &work);
-        while (helps && help(&all, threads, &work))
+        while (helped && help(&all, threads, &work))
             ;
         if (kernels->end)
             kernels->end();
