@@ -201,7 +201,7 @@ class PreparedStep:
         made_for: object,
     ) -> None:
         """Args:
-        rows: of the layer that comes next, or came last; they must stay where they are.
+        rows: of the layer that comes next, or came last.
         caches: keys and values of some layer, both `[num_kv_heads, room, head_dim]`, or in blocks
             `[num_blocks, num_kv_heads, block_size, head_dim]`.
         calls: pieces of these caches; each item is of one call of the kernel, in which no two have a row in common.
@@ -228,13 +228,14 @@ class PreparedStep:
         places = [(2 * piece.cache, 0, 2 * piece.cache + 1, 0) for piece in pieces]
         made = (AttentionCall * len(pieces))(*self._calls(pieces, caches, scale, window))
         tables = [np.array(numbers, dtype=np.int64) for numbers in (copies, places, [len(some) for some in calls])]
-        self._copies, self._places, groups = tables
-        self._numbers = np.frombuffer(made, dtype=np.int64).reshape(len(pieces), -1)  # of the calls, all but the scale
-        asked = (self._copies.ctypes.data, len(copies), made, self._places.ctypes.data, groups.ctypes.data, len(calls))
+        self._copies, self._places, self._groups = tables  # the kernel is given their addresses
+        # A call's numbers, of which the scale is none.
+        self._numbers = np.frombuffer(memoryview(made), dtype=np.int64).reshape(len(pieces), -1)
+        at = [table.ctypes.data for table in tables]
+        asked = (at[0], len(copies), made, at[1], at[2], len(calls))
         running = (None, 0) if self._running is None else (self._running.data_ptr(), num_heads * n)
         self._addresses = (ctypes.c_int64 * (2 * len(caches)))()
         self._take = functools.partial(kernels.triforce_take_step, self._addresses, *asked, *running)
-        self._kept = groups  # which the kernel is given the address of
         self.aim(calls, written)
 
     def _calls(
@@ -280,7 +281,7 @@ class PreparedStep:
 _INTO = 4
 """The place in `StepCopy` of where in a cache rows are copied to."""
 
-_AIMED = [[name for name, _ in AttentionCall._fields_].index(name) for name in ("m", "diagonal", "threads")]
+_AIMED = [[named[0] for named in AttentionCall._fields_].index(name) for name in ("m", "diagonal", "threads")]
 """The places in a call of what differs from step to step."""
 
 
@@ -348,11 +349,8 @@ def attend_compiled_pieces(
         calls.append(call)
         lses.append(lse)
     if call_kernel(_attend(), (AttentionCall * len(calls))(*calls), len(calls)):
-        raise MemoryError(_NO_MEMORY_FOR_PIECES.format(q.shape[1]))
+        raise MemoryError(_NO_MEMORY.format(q.shape[1], max(piece.m for piece in pieces)))
     return lses
-
-
-_NO_MEMORY_FOR_PIECES = "no memory for the temporaries of attention of {} rows"
 
 
 def sums_mass(mass: Tensor, m: int) -> bool:

@@ -135,6 +135,7 @@ class FullCache:
         yield from self.held_beside()
         yield from self._mass.held()
         yield from self._attention.held()
+        yield from (("captured", tensor) for step in self._steps.values() if step for tensor in step.tensors())
 
     @property
     def kept_bytes(self) -> int:

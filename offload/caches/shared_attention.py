@@ -90,7 +90,7 @@ class SharedAttention:
         self._halves: list[int] = []  # bytes from a block's keys to its values, by holder
 
     def held(self) -> Held:
-        """See `offload.held`: beside the caches, for the pass that came last."""
+        """See `offload.held`: beside the caches, for the pass that came last, and the last step."""
         given = *self.rotation, self._moved, self._back, *self._step.tensors()
         yield from (("prefill", tensor) for tensor in given if tensor is not None)
         yield from held_scratch(self._scratch)
@@ -126,8 +126,8 @@ class SharedAttention:
             cache.blocks.prepare(cache.length - cache.start, own, first_row=first, stop=stop)
             holder.parts = list(_parts_of(holder))
         enough = all(n <= cache.room_in_block() for cache, n in zip(caches, counts, strict=True))
-        may_be = enough and self._moved is None and on_cpu(device) and not any(self._mass_rows)
-        self._step.begin(may_be=may_be and not any(cache.collector for cache in caches))
+        possible = enough and self._moved is None and on_cpu(device) and not any(self._mass_rows)
+        self._step.begin(possible=possible and not any(cache.collector for cache in caches))
 
     def _path(self, i: int, numbers: dict[FullCache, int]) -> list[tuple[int, int]]:
         """Where sequence `i` leaves each cache on its way through the tree: those that part later are neighbours.
@@ -170,7 +170,7 @@ class SharedAttention:
         Args: `rows` gives where the pass's rows are, in all layers; it is asked once, and given those of the step
             before.
         """
-        if self._caches[0].config.sliding_window(layer) is not None:
+        if not self._step.possible or self._caches[0].config.sliding_window(layer) is not None:
             return None
         blocks = self._layer_blocks(layer)
         if blocks is None:

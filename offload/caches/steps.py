@@ -1,5 +1,5 @@
-"""Steps, that is passes over few rows, of which the compiled kernels take a layer's rows to its caches and attend to
-them in one call (`kernels.attention.PreparedStep`)."""
+"""Passes over few rows for which the compiled kernels write a layer's rows into its caches and attend to them in one
+call (`kernels.attention.PreparedStep`)."""
 
 from __future__ import annotations
 
@@ -13,26 +13,29 @@ from ...tp.rope import Rope, RopeRows
 
 
 class StepOfPass:
-    """The step of the pass under way, if it is one that kernels take. It is made when its first layer comes, from that
-    of the pass before where only positions differ."""
+    """The prepared step of the pass under way, where there is one. It is made when the first layer asks for it, from
+    that of an earlier pass where only positions differ. The earlier one is kept until then, and the rows of a new one
+    may be where its rows were."""
 
     def __init__(self) -> None:
         self._step: PreparedStep | None = None
-        self._is_one = self._is_made = False
+        self.possible = False
+        """Whether the pass under way may be computed by one."""
+        self._is_made = False
 
-    def begin(self, *, may_be: bool) -> None:
-        """Begins a pass. Args: `may_be` says whether it may be such a step."""
-        self._is_one, self._is_made = may_be, False
+    def begin(self, *, possible: bool) -> None:
+        """Begins a pass."""
+        self.possible, self._is_made = possible, False
 
     def get(self, make: Callable[[PreparedStep | None], PreparedStep | None]) -> PreparedStep | None:
-        """The step; `None` where the pass is none.
+        """The step; `None` where there is none.
 
-        Args: `make` is given the one before, see `kernels.attention.prepared_step`.
+        Args: `make` is given an earlier one, see `kernels.attention.prepared_step`.
         """
-        if self._is_one and not self._is_made:
+        if self.possible and not self._is_made:
             found = make(self._step)
-            self._step, self._is_one, self._is_made = found or self._step, found is not None, True
-        return self._step if self._is_one else None
+            self._step, self.possible, self._is_made = found or self._step, found is not None, True
+        return self._step if self.possible else None
 
     def tensors(self) -> tuple[Tensor, ...]:
         """What it keeps."""

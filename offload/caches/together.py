@@ -87,7 +87,7 @@ class JoinedRetrievalCache(JoinedCache):
         self._step = StepOfPass()
 
     def held(self) -> Held:
-        """See `offload.held`: beside the caches, for the pass that came last."""
+        """See `offload.held`: beside the caches, for the pass that came last, and the last step."""
         yield from (("scratch", tensor) for tensor in (*self._rotation, *self._step.tensors()))
 
     def prepare(self, n: int) -> None:
@@ -95,9 +95,9 @@ class JoinedRetrievalCache(JoinedCache):
         caches, rope = self._caches, self._caches[0].rope
         slots = [cache.slot(count) for cache, count in zip(caches, self.counts, strict=True)]
         self._slots = [slot for slot in slots if slot is not None]
-        may_be = len(self._slots) == len(caches) and on_cpu(caches[0].source.blocks.device)
-        self._step.begin(may_be=may_be)
-        if may_be:
+        possible = len(self._slots) == len(caches) and on_cpu(caches[0].source.blocks.device)
+        self._step.begin(possible=possible)
+        if possible:
             turned = [rope.rows(cache.length, count) for cache, count in zip(caches, self.counts, strict=True)]
             self._rotation = tuple(torch.cat(tables) for tables in zip(*turned, strict=True))
 

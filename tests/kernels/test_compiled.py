@@ -3,6 +3,7 @@
 import itertools
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -149,6 +150,30 @@ def test_a_row_is_the_same_bit_by_bit_however_many_come_with_it(dtype, window, l
                     assert torch.equal(own, mass[:, part, : stop // 8])
     finally:
         torch.set_num_threads(threads)
+
+
+@compiled
+@every_level
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_many_threads_share_the_work_of_one(dtype, level):
+    """More than there are processors and blocks of rows, so that they arrive late, and help one another with the last
+    keys of a block: with few blocks, with one, and with more than have memory for helpers."""
+    need(level)
+    shapes = [((4, 4, 64), 3, 5000), ((8, 1, 128), 5, 3000), ((1, 1, 64), 1, 9000), ((3, 3, 32), 700, 2600)]
+    before = torch.get_num_threads()
+    try:
+        for shape, n, m in shapes:
+            q, k, v = random_qkv(shape, n, m, dtype)
+            for window in (None, 1500):
+                attended = partial(attend_compiled, q, k, v, scale=0.2, diagonal=m - n, window=window, level=level)
+                torch.set_num_threads(1)
+                want = attended()
+                for num_threads in (2, 3, 9, 16):
+                    torch.set_num_threads(num_threads)
+                    for _ in range(3):
+                        assert all(torch.equal(x, y) for x, y in zip(attended(), want, strict=True))
+    finally:
+        torch.set_num_threads(before)
 
 
 @compiled

@@ -77,7 +77,8 @@ int triforce_cpu_level(void)
  *                       9.0, 11.4, 17.8. The second is better up to 8 rows, the first from 12 on. Of the distances from 128 to 384 keys
  *                       256 was best by a few percent, and by 4 to 8 % with heads of 128.
  *                       A second time, 8 KiB less far ahead: 0.93 to 0.97 of the time for 1 to 8 rows, 1.02 for 13 and 16; with
- *                       heads of 128 0.90 to 0.93 for one and two rows, from 1 to 8 query heads a KV head.
+ *                       heads of 128 0.90 to 0.93 for one and two rows, from 1 to 8 query heads a KV head; with heads of 64 in
+ *                       caches of less than some 12 MiB, which the processor's hold, 1.03 to 1.12.
  *                       Kernels in float32: with the second 0.54 (AVX2, 2 rows) to 0.9 (AVX-512, 16 rows) of the time with the first.
  *   family 26 (Zen 5)   192 keys ahead, first cache:    one row 5.2, 13 rows 6.0; without 6.7, 11.2. Distances of 160 to 384 keys
  *                       are within 3 %; 64 takes 10 to 20 % longer for 13 rows, the second cache as the aim 25 %.

@@ -349,7 +349,7 @@ def test_steps_are_prepared_for_a_cache(tmp_path, monkeypatch, family, dtype) ->
     for cache in caches:
         cache.keep_mass(0)
     places = [caches[0].place(layer) is not None for layer in range(decoder.config.num_layers)]
-    level, take = [name for name, _ in AttentionCall._fields_].index("level"), PreparedStep.__call__
+    level, take = [named[0] for named in AttentionCall._fields_].index("level"), PreparedStep.__call__
     taken: list[int] = []
     fails = 0  # the step of a pass that does, as where there is no memory
 
@@ -362,11 +362,15 @@ def test_steps_are_prepared_for_a_cache(tmp_path, monkeypatch, family, dtype) ->
             step._numbers[:, level] = taken[0]
 
     monkeypatch.setattr(PreparedStep, "__call__", counted)
-    for _ in range(2):
+    made, make = [], PreparedStep.__init__
+    monkeypatch.setattr(PreparedStep, "__init__", lambda step, *given: (made.append(step), make(step, *given))[1])
+    windows = {decoder.config.sliding_window(layer) for layer, is_there in enumerate(places) if is_there}
+    for graphs_before in range(2):
         graphs = Graphs(CpuCapture())  # with rows at other places
         captured = Passes(decoder, caches[0], graphs)
         for _, token in zip(range(40), tokens, strict=False):
             assert torch.equal(captured.forward(token, 1), plain.forward(token, 1))
+        assert len(made) == (graphs_before + 1) * len(windows)  # once for all of these passes
         taken.clear()
         assert torch.equal(captured.forward(token := next(tokens), 1), plain.forward(token, 1))
         assert len(taken) == sum(places) > 0

@@ -99,7 +99,9 @@ static void restore_small(unsigned before)
     (void)before;
 }
 
-static int64_t whole_lines(int64_t floats) { return (floats + 15) / 16 * 16; }
+#define LINE 16 /* floats of a line of memory */
+
+static int64_t whole_lines(int64_t floats) { return (floats + LINE - 1) / LINE * LINE; }
 
 /* Points `work` to a thread's temporaries in `room`; returns the floats they take, also where `room` is 0. */
 static int64_t carve(const AttentionKernels *kernels, Work *work, float *room, int64_t dim, int64_t rows)
@@ -147,13 +149,17 @@ static int64_t work_of(const Attention *call)
 
 /* Query rows of a KV head that are computed together. One thread owns them: it computes with one split after another, from the
  * first on, and joins the results as it goes. A thread that finds no block without an owner helps with the last splits of one that
- * has memory for that; those blocks come last. Whoever is done last joins the results of those splits and writes the rows. */
+ * has memory for that; those blocks come last. Whoever is done last joins the results of those splits and writes the rows. What
+ * threads write is on lines of its own: others would wait for it. */
 typedef struct {
     int64_t kv_head, first, rows, splits;
-    int64_t taken, helped; /* splits that are computed with, or have been; `helped` of them are the last ones */
-    int64_t done;          /* splits, and one more once the owner takes none any more */
-    int64_t joined;        /* splits, by the owner */
-    float *whole, *parts;  /* of the owner, as in Work, and of helpers, one for each split; 0: the owner's own, and none may help */
+    int64_t taken;  /* splits that threads have taken; counted on when there are none any more */
+    int64_t helped; /* those of them that helpers have, the last ones */
+    int64_t done;   /* splits, and one more once the owner takes none any more */
+    int64_t joined; /* splits, by the owner */
+    float *parts;   /* of helpers, as in Work, one for each split; 0: none may help */
+    float *whole;   /* of the owner; 0: it is in its own memory */
+    char line[48];
 } Block;
 
 /* Adds to a number that threads share; returns what it was. */
@@ -166,7 +172,7 @@ static int64_t add(int64_t *number, int64_t some)
 #endif
 }
 
-static int64_t value(const int64_t *number)
+static int64_t load(const int64_t *number)
 {
 #ifdef __GNUC__
     return __atomic_load_n(number, __ATOMIC_RELAXED);
@@ -181,12 +187,12 @@ typedef struct {
     const AttentionKernels *kernels;
     Block *blocks;
     int64_t num_blocks, helped; /* the last `helped` ones have memory for helpers' results */
-    int64_t next;               /* the next one without an owner */
     int64_t first_split, part_size;
+    int64_t *next; /* the next one without an owner */
 } Blocks;
 
 /* Says that `some` more of a block's `done` are; writes its rows if they are the last. */
-static void end(const Blocks *all, Block *block, int64_t some, Work *work)
+static void count_done(const Blocks *all, Block *block, int64_t some, Work *work)
 {
     const Attention *call = all->call;
     if (add(&block->done, some) + some <= block->splits)
@@ -200,7 +206,8 @@ static void end(const Blocks *all, Block *block, int64_t some, Work *work)
     all->kernels->finish(call, block->kv_head, block->first, block->rows, work);
 }
 
-static void own(const Blocks *all, Block *block, Work *work)
+/* Computes a block as its owner. */
+static void compute(const Blocks *all, Block *block, Work *work)
 {
     const Attention *call = all->call;
     all->kernels->prepare(call, block->kv_head, block->first, block->rows, work);
@@ -214,16 +221,16 @@ static void own(const Blocks *all, Block *block, Work *work)
         all->kernels->part(call, block->kv_head, block->rows, all->first_split + block->joined, work, work->part);
         all->kernels->merge(call->head_dim, block->rows, work->part, work->whole);
     }
-    end(all, block, block->joined + 1, work);
+    count_done(all, block, block->joined + 1, work);
 }
 
-/* Helps with the block of which the most is left, by as much as leaves enough for every thread; returns 0 if nothing is left. */
+/* Helps with the block of which the most is left: with a share of it, less and less towards its end; returns 0 if nothing is left. */
 static int help(const Blocks *all, int64_t threads, Work *work)
 {
     Block *block = 0;
     int64_t most = 0;
     for (int64_t i = all->num_blocks - all->helped; i < all->num_blocks; i++) {
-        const int64_t left = all->blocks[i].splits - value(&all->blocks[i].taken);
+        const int64_t left = all->blocks[i].splits - load(&all->blocks[i].taken);
         if (left > most) {
             most = left;
             block = all->blocks + i;
@@ -239,7 +246,7 @@ static int help(const Blocks *all, int64_t threads, Work *work)
     for (int64_t split = stop - got; split < stop; split++)
         all->kernels->part(
             all->call, block->kv_head, block->rows, all->first_split + split, work, block->parts + split * all->part_size);
-    end(all, block, got, work);
+    count_done(all, block, got, work);
     return 1;
 }
 
@@ -269,13 +276,15 @@ static int attend(const Attention *given, int most)
     const int64_t own_floats = carve(kernels, &sizes, 0, dim, block_rows);
     const int64_t num_peaks = call->mass ? whole_lines(call->num_heads * call->mass_rows * num_tiles(call)) : 0;
     const int64_t list = whole_lines(num_blocks * (int64_t)(sizeof(Block) / sizeof(float)));
-    const int64_t floats = own_floats * threads + num_peaks + helped * of_block + list + 16;
+    const int64_t floats = own_floats * threads + num_peaks + helped * of_block + list + 2 * LINE;
     float *room = take_room(floats);
     if (!room)
         return 1;
     float *aligned = (float *)(((uintptr_t)room + 63) / 64 * 64);
     float *peaks = aligned + own_floats * threads, *parts = peaks + num_peaks;
-    Blocks all = {call, kernels, (Block *)(parts + helped * of_block), num_blocks, helped, 0, first_split, part_size};
+    int64_t *next = (int64_t *)(parts + helped * of_block + list);
+    *next = 0;
+    Blocks all = {call, kernels, (Block *)(parts + helped * of_block), num_blocks, helped, first_split, part_size, next};
     for (int64_t i = 0; i < num_blocks; i++) { /* the last rows see the most keys, so they are computed first */
         const int64_t first = (blocks - 1 - i / heads) * row_block, rows = smaller(row_block, all_rows - first);
         visible(call, (first + rows - 1) * heads / call->num_heads, &ignored, &stop);
@@ -300,8 +309,8 @@ static int attend(const Attention *given, int most)
             kernels->begin();
         carve(kernels, &work, aligned + own_floats * me, dim, block_rows);
         work.peaks = peaks;
-        for (int64_t i; (i = add(&all.next, 1)) < num_blocks;)
-            own(&all, all.blocks + i, &work);
+        for (int64_t i; (i = add(all.next, 1)) < num_blocks;)
+            compute(&all, all.blocks + i, &work);
         while (helped && help(&all, threads, &work))
             ;
         if (kernels->end)

@@ -59,7 +59,7 @@ typedef struct {
     float *scores; /* of some rows */
     float *sums;   /* [rows][16] sums of exponentials, one per vector lane */
     float *part;   /* [rows][row_stride] the result over one split */
-    float *whole;  /* the same, over all splits so far */
+    float *whole;  /* the same, over all splits so far; of a block that threads share, its own memory */
     Row *rows;     /* [rows] */
     float *peaks;  /* shared: [num_heads][mass_rows][tiles], the peak score that the mass of a tile is relative to */
 } Work;
@@ -85,13 +85,12 @@ typedef struct {
 extern const AttentionKernels attention_avx2_float32, attention_avx2_bfloat16, attention_avx512_float32, attention_avx512_bfloat16,
     attention_avx512bf16_bfloat16, attention_amx_bfloat16;
 
-/* What suits a processor. The kernels for dot products of bfloat16 prefetch what is `keys_ahead` keys ahead of those in use, a
- * multiple of TILE / 2 (0: they leave it to the processor), to the first cache; for up to `few_rows` rows to the second, and there
- * what is `again` bytes less far ahead a second time (0: only once), as a processor drops what it is asked for while too much is under
- * way. Those in float32 prefetch to the second cache if `to_second`. */
+/* How keys and values are best prefetched on a processor. */
 typedef struct {
-    int64_t keys_ahead, few_rows, again;
-    int to_second;
+    int64_t keys_ahead; /* by the kernels for dot products of bfloat16: keys ahead of those in use, a multiple of TILE / 2; 0: not */
+    int64_t few_rows;   /* by these for up to so many rows to the second cache, for more to the first */
+    int64_t again;      /* for few rows once more, so many bytes less far ahead, as a processor drops prefetches while many are under way; 0: not */
+    int to_second;      /* whether the kernels in float32 prefetch to the second cache */
 } Prefetching;
 
 /* Of this processor (features.c). */
