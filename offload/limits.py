@@ -35,9 +35,6 @@ class ProcessMemory:
         return self.python + self.program + self.kept
 
 
-PROCESS = ProcessMemory()
-
-
 @dataclass(frozen=True)
 class Limits:
     """Numbers that a test may want smaller."""
@@ -75,7 +72,7 @@ class Limits:
     free_varies: float = 1 / 100
     """Of a GPU's memory: what a run that goes on in a cache may take of the plan's reserve, by which what is free
     varies from run to run."""
-    process: ProcessMemory = PROCESS
+    process: ProcessMemory = ProcessMemory()
     """Of host memory: what a process takes besides a run."""
     cuda_host_bytes: int = 1122 * 2**20
     """Of host memory: what CUDA takes in a process that computes on a GPU, by the first tensor that was put there
@@ -83,11 +80,6 @@ class Limits:
     small model took 1.07 to 1.27 GiB in all, and `bench` 1.44 (`docs/gpu-results.md`)."""
     tiling: Tiling = TILING
     """How a prompt's rows are computed together."""
-
-    @property
-    def runtime_bytes(self) -> int:
-        """The sum of `process`."""
-        return self.process.total
 
 
 LIMITS = Limits()

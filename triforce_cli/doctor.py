@@ -256,10 +256,10 @@ def check_links(
 def _process_bytes() -> dict[str, int]:
     """See `Findings`."""
     try:
-        from ..offload.limits import PROCESS
+        from ..offload.limits import LIMITS
     except Exception:  # what is broken is said elsewhere
         return {}
-    return asdict(PROCESS)
+    return asdict(LIMITS.process)
 
 
 def _check_kernels(found: Findings) -> None:

@@ -98,8 +98,7 @@ class _Room:
     had is the next one's as soon as nobody has the result any more: layer after layer uses the same."""
 
     def __init__(self) -> None:
-        self._blocks: dict[int, NDArray[np.uint8]] = {}  # by address
-        self._memory: list[Tensor] = []  # the same blocks
+        self._blocks: dict[int, Tensor] = {}  # by address
         self.result: int | None = None
         """The address of what the pass brings."""
         self._spare: set[int] = set()  # addresses of those that nobody has
@@ -116,12 +115,11 @@ class _Room:
         fitting = (at for at in self._spare if size <= self._blocks[at].nbytes <= 2 * size)
         at = min(fitting, key=lambda at: self._blocks[at].nbytes, default=None)
         if at is None:
-            self._memory.append(torch.empty(size, dtype=torch.uint8))
-            block = self._memory[-1].numpy()
-            at = block.ctypes.data
+            block = torch.empty(size, dtype=torch.uint8)
+            at = block.data_ptr()
             self._blocks[at] = block
         self._spare.discard(at)
-        taken = self._blocks[at][:]  # an array of its own, which the tensor keeps
+        taken = self._blocks[at].numpy()  # an array of its own, which the tensor keeps
         weakref.finalize(taken, self._spare.add, at).atexit = False
         return _as(made, taken)
 
@@ -129,11 +127,13 @@ class _Room:
         """An argument as an operation that is repeated keeps it: without counting as somebody who has its memory."""
         if isinstance(x, (list, tuple)):
             return type(x)(map(self.noted, x))
-        return _as(x, self._blocks[x.untyped_storage().data_ptr()]) if isinstance(x, Tensor) and x in self else x
+        if not (isinstance(x, Tensor) and x in self):
+            return x
+        return _as(x, self._blocks[x.untyped_storage().data_ptr()].numpy())
 
     def held(self) -> Held:
         """See `CpuCapture`."""
-        yield from (("captured", block) for block in self._memory if block.data_ptr() != self.result)
+        yield from (("captured", block) for at, block in self._blocks.items() if at != self.result)
 
     @property
     def nbytes(self) -> int:
@@ -150,23 +150,19 @@ class _Tape(TorchDispatchMode):
 
     def __init__(self, room: _Room) -> None:
         super().__init__()
-        self._room: _Room | None = room
+        self.room: _Room | None = room
+        """What it computes in, until it is cleared."""
         self._calls: list[Callable[[], Any]] = []
         self._kept: list[Any] = []  # memory of others that compiled kernels are given the addresses of
         self._in_use = threading.Lock()
         self.note = self._calls.append
-
-    @property
-    def room(self) -> _Room | None:
-        """What it computes in, until it is cleared."""
-        return self._room
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False  # or else the first operation would import PyTorch's compiler, which takes more than a second
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        kwargs, room = kwargs or {}, self._room
+        kwargs, room = kwargs or {}, self.room
         assert room is not None
         name = func.overloadpacket.__name__
         if name in _READS_NUMBERS or (name == "index" and any(_is_mask(x) for x in args[1])):
@@ -191,7 +187,7 @@ class _Tape(TorchDispatchMode):
         """Runs all operations again. Needs inference mode."""
         torch.get_num_threads()  # sets OpenMP's number, in a thread that has not computed anything yet
         with self._in_use:
-            if self._room is None:
+            if self.room is None:
                 raise RuntimeError("a captured pass was dropped")
             for call in self._calls:
                 failed = call()
@@ -202,7 +198,7 @@ class _Tape(TorchDispatchMode):
         with self._in_use:
             self._calls.clear()
             self._kept.clear()
-            self._room = None
+            self.room = None
 
 
 def _is_mask(index: Any) -> bool:

@@ -346,7 +346,7 @@ def test_memory_that_no_token_has_come_to_is_promised_to_who_runs_and_is_not_giv
     """A CPU's system counts it as free."""
     engine = models.engine("llama")
     half, plan = engine.plan(1000).resident_kv // 2, engine.plan(2000)
-    loaded = plan.weights + plan.request.limits.runtime_bytes
+    loaded = plan.weights + plan.request.limits.process.total
     first = engine.stream(BOOK[:30], GREEDY, 970, ignore_eos=True)
     available = plan.host_total - loaded + half
     monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=available))

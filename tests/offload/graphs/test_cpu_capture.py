@@ -465,7 +465,7 @@ def test_what_is_captured_in_a_run_is_held_and_planned(tmp_path, draft) -> None:
 
 def room_bytes(capture: CpuCapture) -> int:
     """What captured passes compute in."""
-    return sum(room.nbytes for room in {tape._room for tape in capture._tapes} if room)
+    return sum(room.nbytes for room in {tape.room for tape in capture._tapes} if room)
 
 
 def test_layers_compute_in_the_same_memory(tmp_path: Path) -> None:

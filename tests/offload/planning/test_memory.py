@@ -95,9 +95,9 @@ def test_a_run_that_cannot_fit_is_refused_with_the_numbers(tmp_path):
     assert f"about {fitting:,} tokens" in str(error.value)
     assert make_plan(replace(short, context=fitting)).fits and not make_plan(replace(short, context=fitting + 1)).fits
     with pytest.raises(CapacityError, match="smaller model"):
-        make_plan(replace(request, host_bytes=LIMITS.runtime_bytes)).check()
+        make_plan(replace(request, host_bytes=LIMITS.process.total)).check()
     with pytest.raises(CapacityError, match="of memory on each rank"):
-        make_plan(replace(request, gpus=2, host_bytes=LIMITS.runtime_bytes)).check()
+        make_plan(replace(request, gpus=2, host_bytes=LIMITS.process.total)).check()
 
 
 def test_what_a_process_takes_is_planned_by_part(tmp_path):
@@ -106,13 +106,13 @@ def test_what_a_process_takes_is_planned_by_part(tmp_path):
     on_gpu = replace(on_cpu, gpu_bytes=2**30)
     assert on_cpu.process_parts == {"python": 219 * 2**20, "program": 55 * 2**20, "kept": 76 * 2**20}
     assert on_gpu.process_parts == on_cpu.process_parts | {"cuda": LIMITS.cuda_host_bytes}
-    assert on_cpu.process_bytes == LIMITS.runtime_bytes == 350 * 2**20
+    assert on_cpu.process_bytes == LIMITS.process.total == 350 * 2**20
     rest = make_plan(replace(on_cpu, limits=replace(LIMITS, process=ProcessMemory(0, 0, 0))))
     assert make_plan(on_cpu).host_total - rest.host_total == 350 * 2**20
 
 
 def test_what_is_to_leave_a_gpu_must_fit_the_host(tmp_path):
-    process = LIMITS.runtime_bytes + LIMITS.cuda_host_bytes
+    process = LIMITS.process.total + LIMITS.cuda_host_bytes
     roomy = request_of(tmp_path, context=200_000, gpu_bytes=80 * 2**30, host_bytes=process + 2**20)
     plan = make_plan(roomy)
     plan.check()
@@ -181,7 +181,7 @@ def test_ranks_agree_on_the_least_memory(tmp_path, monkeypatch):
 
     request = request_of(tmp_path)
     plan = plan_here(request, CPU, TwoRanks(0, 2, 2), held={}, given_back=2**30)
-    held = 2**30 + LIMITS.runtime_bytes + make_plan(request).weights
+    held = 2**30 + LIMITS.process.total + make_plan(request).weights
     assert asked == [[6 * 2**30 + held, packs_fast(CPU), 0]], "half of the host's, and what this rank holds already"
     assert plan.request.host_bytes == 5 * 2**30 and plan.request.gpu_bytes is None
 

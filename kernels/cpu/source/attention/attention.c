@@ -186,7 +186,7 @@ typedef struct {
     const Attention *call;
     const AttentionKernels *kernels;
     Block *blocks;
-    int64_t num_blocks, helped; /* the last `helped` ones have memory for helpers' results */
+    int64_t num_blocks, num_shared; /* the last `num_shared` ones have memory for helpers' results */
     int64_t first_split, part_size;
     int64_t *next; /* the next one without an owner */
 } Blocks;
@@ -229,7 +229,7 @@ static int help(const Blocks *all, int64_t threads, Work *work)
 {
     Block *block = 0;
     int64_t most = 0;
-    for (int64_t i = all->num_blocks - all->helped; i < all->num_blocks; i++) {
+    for (int64_t i = all->num_blocks - all->num_shared; i < all->num_blocks; i++) {
         const int64_t left = all->blocks[i].splits - load(&all->blocks[i].taken);
         if (left > most) {
             most = left;
@@ -270,28 +270,28 @@ static int attend(const Attention *given, int most)
     const int threads = work_of(call) < SMALL_WORK ? 1 : most;
     const int64_t part_size = block_rows * row_stride(dim), num_blocks = heads * blocks;
     const int64_t of_block = (1 + splits) * part_size, most_parts = num_blocks < threads ? SHARED_PARTS : EVEN_PARTS;
-    const int64_t helped = threads > 1 && splits > 1 ? smaller(num_blocks, most_parts / of_block) : 0; /* blocks, the last ones */
+    const int64_t num_shared = threads > 1 && splits > 1 ? smaller(num_blocks, most_parts / of_block) : 0;
 
     Work sizes;
     const int64_t own_floats = carve(kernels, &sizes, 0, dim, block_rows);
     const int64_t num_peaks = call->mass ? whole_lines(call->num_heads * call->mass_rows * num_tiles(call)) : 0;
     const int64_t list = whole_lines(num_blocks * (int64_t)(sizeof(Block) / sizeof(float)));
-    const int64_t floats = own_floats * threads + num_peaks + helped * of_block + list + 2 * LINE;
+    const int64_t floats = own_floats * threads + num_peaks + num_shared * of_block + list + 2 * LINE;
     float *room = take_room(floats);
     if (!room)
         return 1;
     float *aligned = (float *)(((uintptr_t)room + 63) / 64 * 64);
     float *peaks = aligned + own_floats * threads, *parts = peaks + num_peaks;
-    int64_t *next = (int64_t *)(parts + helped * of_block + list);
+    int64_t *next = (int64_t *)(parts + num_shared * of_block + list);
     *next = 0;
-    Blocks all = {call, kernels, (Block *)(parts + helped * of_block), num_blocks, helped, first_split, part_size, next};
+    Blocks all = {call, kernels, (Block *)(parts + num_shared * of_block), num_blocks, num_shared, first_split, part_size, next};
     for (int64_t i = 0; i < num_blocks; i++) { /* the last rows see the most keys, so they are computed first */
         const int64_t first = (blocks - 1 - i / heads) * row_block, rows = smaller(row_block, all_rows - first);
         visible(call, (first + rows - 1) * heads / call->num_heads, &ignored, &stop);
         all.blocks[i] = (Block){.kv_head = i % heads, .first = first, .rows = rows};
         all.blocks[i].splits = larger(0, smaller(splits, (stop + SPLIT - 1) / SPLIT - first_split));
-        if (i >= num_blocks - helped) {
-            all.blocks[i].whole = parts + (i - num_blocks + helped) * of_block;
+        if (i >= num_blocks - num_shared) {
+            all.blocks[i].whole = parts + (i - num_blocks + num_shared) * of_block;
             all.blocks[i].parts = all.blocks[i].whole + part_size;
         }
     }
@@ -311,7 +311,7 @@ static int attend(const Attention *given, int most)
         work.peaks = peaks;
         for (int64_t i; (i = add(all.next, 1)) < num_blocks;)
             compute(&all, all.blocks + i, &work);
-        while (helped && help(&all, threads, &work))
+        while (num_shared && help(&all, threads, &work))
             ;
         if (kernels->end)
             kernels->end();
