@@ -188,7 +188,7 @@ typedef struct {
     Block *blocks;
     int64_t num_blocks, num_shared; /* the last `num_shared` ones have memory for helpers' results */
     int64_t first_split, part_size;
-    int64_t *next; /* the next one without an owner */
+    int64_t *taken; /* those that have an owner; counted on when all have */
 } Blocks;
 
 /* Says that `some` more of a block's `done` are; writes its rows if they are the last. */
@@ -250,8 +250,17 @@ static int help(const Blocks *all, int64_t threads, Work *work)
     return 1;
 }
 
-/* One of the calls of `triforce_attend`, by up to `most` threads. */
-static int attend(const Attention *given, int most)
+/* The keys of a KV head from the first one on that some row sees. */
+static HeadKeys keys_of(const Attention *call, int64_t kv_head)
+{
+    int64_t start, ignored;
+    visible(call, 0, &start, &ignored);
+    return (HeadKeys){call, kv_head, start / TILE * TILE};
+}
+
+/* One of the calls of `triforce_attend`, by up to `most` threads, of which each is likely to go on with one of the `num_next` calls
+ * `next`. */
+static int attend(const Attention *given, int most, const Attention *next, int64_t num_next)
 {
     Attention copy = *given;
     if (copy.diagonal_at)
@@ -282,9 +291,9 @@ static int attend(const Attention *given, int most)
         return 1;
     float *aligned = (float *)(((uintptr_t)room + 63) / 64 * 64);
     float *peaks = aligned + own_floats * threads, *parts = peaks + num_peaks;
-    int64_t *next = (int64_t *)(parts + num_shared * of_block + list);
-    *next = 0;
-    Blocks all = {call, kernels, (Block *)(parts + num_shared * of_block), num_blocks, num_shared, first_split, part_size, next};
+    int64_t *taken = (int64_t *)(parts + num_shared * of_block + list);
+    *taken = 0;
+    Blocks all = {call, kernels, (Block *)(parts + num_shared * of_block), num_blocks, num_shared, first_split, part_size, taken};
     for (int64_t i = 0; i < num_blocks; i++) { /* the last rows see the most keys, so they are computed first */
         const int64_t first = (blocks - 1 - i / heads) * row_block, rows = smaller(row_block, all_rows - first);
         visible(call, (first + rows - 1) * heads / call->num_heads, &ignored, &stop);
@@ -309,8 +318,15 @@ static int attend(const Attention *given, int most)
             kernels->begin();
         carve(kernels, &work, aligned + own_floats * me, dim, block_rows);
         work.peaks = peaks;
-        for (int64_t i; (i = add(all.next, 1)) < num_blocks;)
+        work.next = (HeadKeys){0};
+        for (int64_t i; (i = add(all.taken, 1)) < num_blocks;) {
+            const int64_t later = i + threads;
+            if (later < num_blocks)
+                work.next = keys_of(call, all.blocks[later].kv_head);
+            else
+                work.next = me < num_next ? keys_of(next + me, 0) : (HeadKeys){0};
             compute(&all, all.blocks + i, &work);
+        }
         while (num_shared && help(&all, threads, &work))
             ;
         if (kernels->end)
@@ -321,10 +337,11 @@ static int attend(const Attention *given, int most)
     return 0;
 }
 
-int triforce_attend(const Attention *calls, int64_t count)
+/* `triforce_attend`, before `num_next` calls `next`. */
+static int attend_all(const Attention *calls, int64_t count, const Attention *next, int64_t num_next)
 {
     if (count == 1)
-        return attend(calls, triforce_threads(calls->threads));
+        return attend(calls, triforce_threads(calls->threads), next, num_next);
     int64_t whole = 0, longest = 0;
     for (int64_t i = 0; i < count; i++) {
         const int64_t work = work_of(calls + i);
@@ -337,13 +354,19 @@ int triforce_attend(const Attention *calls, int64_t count)
         const int some = (int)smaller(threads, count);
 #pragma omp parallel for num_threads(some) if (some > 1) schedule(dynamic, 1) reduction(max : failed)
         for (int64_t i = 0; i < count; i++) {
-            const int here = attend(calls + i, 1);
+            const int more = i + some < count;
+            const int here = attend(calls + i, 1, more ? calls + i + some : next, more ? 1 : num_next);
             failed = here > failed ? here : failed;
         }
     } else
         for (int64_t i = 0; i < count && !failed; i++)
-            failed = attend(calls + i, threads);
+            failed = attend(calls + i, threads, 0, 0);
     return failed;
+}
+
+int triforce_attend(const Attention *calls, int64_t count)
+{
+    return attend_all(calls, count, 0, 0);
 }
 
 int triforce_take_step(const int64_t *addresses, const StepCopy *copies, int64_t num_copies, Attention *calls,
@@ -357,13 +380,14 @@ int triforce_take_step(const int64_t *addresses, const StepCopy *copies, int64_t
             }
     if (running)
         clear(running, calls->head_dim, running_rows);
-    int failed = 0;
-    for (int64_t group = 0; group < num_groups && !failed; calls += groups[group], places += groups[group], group++) {
-        for (int64_t i = 0; i < groups[group]; i++) {
-            calls[i].k = addresses[places[i].k] + places[i].k_at;
-            calls[i].v = addresses[places[i].v] + places[i].v_at;
+    Attention *call = calls;
+    for (int64_t group = 0; group < num_groups; group++)
+        for (int64_t i = 0; i < groups[group]; i++, call++, places++) {
+            call->k = addresses[places->k] + places->k_at;
+            call->v = addresses[places->v] + places->v_at;
         }
-        failed = triforce_attend(calls, groups[group]);
-    }
+    int failed = 0;
+    for (int64_t group = 0; group < num_groups && !failed; calls += groups[group], group++)
+        failed = attend_all(calls, groups[group], calls + groups[group], group + 1 < num_groups ? groups[group + 1] : 0);
     return failed;
 }

@@ -51,6 +51,12 @@ typedef struct {
     float *peaks;        /* [tiles] */
 } Row;
 
+/* The keys of a KV head of a call, from one on. */
+typedef struct {
+    const Attention *call; /* 0: none */
+    int64_t kv_head, first;
+} HeadKeys;
+
 /* A thread's temporaries, and the memory that threads share. */
 typedef struct {
     float *q;      /* [rows][head_dim] query rows in the format that `part` reads */
@@ -61,6 +67,7 @@ typedef struct {
     float *part;   /* [rows][row_stride] the result over one split */
     float *whole;  /* the same, over all splits so far; of a block that threads share, its own memory */
     Row *rows;     /* [rows] */
+    HeadKeys next; /* what the thread is likely to go on with when its block of rows is done */
     float *peaks;  /* shared: [num_heads][mass_rows][tiles], the peak score that the mass of a tile is relative to */
 } Work;
 

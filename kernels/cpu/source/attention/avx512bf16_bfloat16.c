@@ -176,18 +176,26 @@ INLINE void take_rows(const int weighs, const SplitRows *this, Tile *tile)
     }
 }
 
-/* Has half a tile of keys and of values prefetched, those as far ahead of `key` as the processor takes it. The pass over the keys
- * of a split prefetches half of a later split's keys and half of its values, the pass over the values the other halves: so memory is
- * read at an even pace. Rows that do not lie one behind another are left to the processor's own prefetching. */
-static void prefetch_later(Tile *tile, const SplitRows *this, const uint16_t *k, const uint16_t *v, int64_t key)
+/* Has half a tile of keys and of values prefetched, those as far ahead of `key` as the processor takes it: behind the last key
+ * before `stop` come those of what the thread goes on with. The pass over the keys of a split prefetches half of what lies ahead of
+ * them, the pass over the values the other half: so memory is read at an even pace. Rows that do not lie one behind another are left
+ * to the processor's own prefetching. */
+static void prefetch_later(Tile *tile, const SplitRows *this, int64_t kv_head, int64_t stop, int64_t key)
 {
-    const Attention *call = this->call;
     const Prefetching *suits = prefetching();
-    const int64_t later = key + suits->keys_ahead;
-    if (!suits->keys_ahead || later >= call->m || call->k_row != call->head_dim || call->v_row != call->head_dim)
+    HeadKeys from = {this->call, kv_head, key + suits->keys_ahead};
+    if (from.first >= stop) {
+        const int64_t beyond = from.first - stop;
+        from = this->work->next;
+        from.first += beyond;
+    }
+    const Attention *call = from.call;
+    if (!suits->keys_ahead || !call || from.first >= call->m || call->k_row != call->head_dim || call->v_row != call->head_dim)
         return;
-    tile->keys = (const char *)(k + place_of(call, later, call->k_block, call->k_row));
-    tile->values = (const char *)(v + place_of(call, later, call->v_block, call->v_row));
+    const int64_t keys = from.kv_head * call->k_head + place_of(call, from.first, call->k_block, call->k_row);
+    const int64_t values = from.kv_head * call->v_head + place_of(call, from.first, call->v_block, call->v_row);
+    tile->keys = (const char *)call->k + 2 * keys;
+    tile->values = (const char *)call->v + 2 * values;
     tile->every = this->some <= AT_A_TIME ? 1 : 2;
     tile->to_second = this->some <= suits->few_rows;
     tile->again = tile->to_second ? suits->again : 0;
@@ -206,6 +214,7 @@ static void part(const Attention *call, int64_t kv_head, int64_t rows, int64_t s
 {
     const int64_t dim = call->head_dim, words = dim / 2, base = split * SPLIT, stride = row_stride(dim);
     const int64_t start = work->rows[0].start - base, stop = work->rows[rows - 1].stop - base; /* of keys that some row sees */
+    const int64_t end = (base + stop + TILE - 1) / TILE * TILE;
     const uint16_t *k = (const uint16_t *)call->k + kv_head * call->k_head, *v = (const uint16_t *)call->v + kv_head * call->v_head;
     const int64_t apart = rows > TOGETHER ? words : 0; /* floats from one key's place to the next; 0: all tiles take the same place */
     int64_t transposed = 0, paired = 0; /* up to which keys of the split are laid out; later rows see none before those of earlier ones */
@@ -223,7 +232,7 @@ static void part(const Attention *call, int64_t kv_head, int64_t rows, int64_t s
             Tile tile = {.first = first, .laid = work->keys + first * apart};
             if (first >= transposed) {
                 const uint16_t *keys = k + place_of(call, base + first, call->k_block, call->k_row);
-                prefetch_later(&tile, &these, k, v, base + first / 2);
+                prefetch_later(&tile, &these, kv_head, end, base + (these.from + first) / 2);
                 if (stop - first < TILE)
                     transpose_keys(&tile, copy_tile(keys, call->k_row, 0, stop - first, dim, copy), dim, words);
                 else
@@ -237,7 +246,7 @@ static void part(const Attention *call, int64_t kv_head, int64_t rows, int64_t s
             Tile tile = {.first = first, .laid = work->values + first * apart};
             if (first >= paired) {
                 const uint16_t *values = v + place_of(call, base + first, call->v_block, call->v_row);
-                prefetch_later(&tile, &these, k, v, base + (SPLIT + first) / 2);
+                prefetch_later(&tile, &these, kv_head, end, base + (these.to + first) / 2);
                 if (start > first || stop - first < TILE)
                     pair_values(&tile, copy_tile(values, call->v_row, start - first, stop - first, dim, copy), dim, dim);
                 else
