@@ -551,16 +551,17 @@ class Run(Iterator[Event]):
         opened.read_before = opened.full.read_so_far()
         opened.traffic_before = opened.full.traffic()
         seconds = reading.seconds + now - began
-        statistics = sequence.statistics.after_prefill(token, seconds)
+        ttft_s = now - (reading.began if self._alone else sequence.joined)
         self.most_kv_bytes = max(self.most_kv_bytes, kv_bytes_of(self.live))
-        sequence.record(replace(statistics, ttft_s=now - (reading.began if self._alone else sequence.joined)))
+        sequence.record_prefill(token, seconds, ttft_s)
         sequence.state = "running"
         return Round(0, [token], seconds, 0, 0, False)
 
     def _filled(self, running: Sequence[BatchSequence]) -> list[BatchSequence]:
         """Fills the drafting tiers' caches of those that have joined, before a round for which anything may be drafted:
         an answer that is drafted for at no time has none. Those that can go on; it has failed for the others."""
-        work = self.tiers[0].control.retrieval_work
+        control, filled_s = self.tiers[0].control, 0.0
+        work = control.retrieval_work
         if work is RetrievalWork.NONE:
             return [*running]
         chooses = work is not RetrievalWork.REBUILD
@@ -570,7 +571,9 @@ class Run(Iterator[Event]):
             began = self._system.clock()
             try:
                 on_all_ranks(self._target, self._system, fill)
-                self._setup.note_filling(self._system.clock() - began)
+                seconds = self._system.clock() - began
+                self._setup.note_filling(seconds)
+                filled_s += seconds
             except ReadingError as error:
                 if self._alone:
                     raise error.failure from None
@@ -579,6 +582,7 @@ class Run(Iterator[Event]):
                 continue
             if not sequence.statistics.rounds:  # it has not decoded yet
                 opened.read_before, opened.traffic_before = opened.full.read_so_far(), opened.full.traffic()
+        control.bringing_up = filled_s or control.bringing_up
         return [sequence for sequence in running if sequence.state == "running"]
 
     def _round(self, running: Sequence[BatchSequence]) -> list[Round]:
@@ -592,14 +596,14 @@ class Run(Iterator[Event]):
             refresh.begin_round(work)
         emitted = [tokens for tokens, _ in top.step(opened, [sequence.missing for sequence in running])]
         control.last_retrieval_work = work
+        control.choose_lengths(len(running), self._setup.filling(running))
         drawn, tested = [], []
         for sequence, refresh, tokens, (proposed, accepted) in zip(running, refreshes, emitted, before, strict=True):
             sequence.context += tokens
             counts = sequence.active.counts["verify"]
             tested.append((counts.proposed - proposed, counts.accepted - accepted))
-            due = refresh is not None and refresh.is_due(work, *tested[-1])
+            due = refresh is not None and refresh.is_due(work, *tested[-1], comes=control.retrieval_work)
             drawn.append(RoundDecision(tokens, due, sequence.is_to_end(tokens)))
-        control.choose_lengths(len(running), self._setup.filling(running))
         drawn = self._agree(running, drawn)
         device = opened[0].full.blocks.device
         refresh_s = control.after_round = end_round(
@@ -609,13 +613,15 @@ class Run(Iterator[Event]):
             lambda: self._system.clock() - began,
             (lambda: self._system.synchronize(device)) if control.adapts_to_time else None,
         )
+        if work is RetrievalWork.REBUILD:
+            control.bringing_up = refresh_s
         now = self._system.clock()
         self.rounds_done += 1
         self.decode_s += now - began
         rounds = []
         for sequence, one, (proposed, accepted) in zip(running, drawn, tested, strict=True):
             seconds = now - sequence.since
-            sequence.record(sequence.statistics.after_round(one.tokens, seconds, refresh_s, drafted=proposed > 0))
+            sequence.record_round(one.tokens, seconds, refresh_s, drafted=proposed > 0)
             sequence.since = now
             number = sequence.statistics.rounds
             rounds.append(Round(number, one.tokens, seconds, proposed, accepted, one.refresh))

@@ -413,10 +413,15 @@ class FullCache:
             return self.blocks.gather(place, chunks, size)
         border = self.start // size
         theirs = self.prefix.gather(layer, chunks.clamp(max=border - 1))
-        ours = self.blocks.gather(place, (chunks - border).clamp_(min=0), size)
-        before = (chunks < border).repeat_interleave(size, dim=1).unsqueeze(-1)
-        k, v = (torch.where(before, there, here) for there, here in zip(theirs, ours, strict=True))
-        return k, v
+        own = min(chunks.shape[1], self.length // size - border)
+        if own:
+            last = chunks[:, -own:]  # they ascend: no others may be here
+            ours = self.blocks.gather(place, (last - border).clamp_(min=0), size)
+            here = (last >= border).repeat_interleave(size, dim=1).unsqueeze(-1)
+            for there, some in zip(theirs, ours, strict=True):
+                end = there[:, -own * size :]
+                end.copy_(torch.where(here, some, end))
+        return theirs
 
     def slice(self, layer: int, start: int, stop: int) -> tuple[Tensor, Tensor]:
         """See `Blocks`; of this cache's own tokens."""

@@ -112,10 +112,16 @@ class RetrievalRefresh:
         """Has the next pass of the full cache keep the attention that chunks are chosen by, or not."""
         self.retrieval.source.keep_mass(self.mass_rows if work >= RetrievalWork.REBUILD else 0)
 
-    def is_due(self, work: RetrievalWork, proposed: int, accepted: int) -> bool:
-        """Whether chunks are chosen anew with the round under way, which accepted so many of the `proposed` tokens.
-        Asked once a round: it counts them."""
-        return work is RetrievalWork.FULL and (self.policy.due(accepted, proposed) or self.retrieval.tail_is_full)
+    def is_due(self, work: RetrievalWork, proposed: int, accepted: int, *, comes: RetrievalWork) -> bool:
+        """Whether chunks are chosen anew with the round under way, which accepted so many of the `proposed` tokens: for
+        drafts, so where none come next it waits. Asked once a round: it counts them.
+
+        Args: `work` is that of this round, `comes` that of the next one.
+        """
+        if work is not RetrievalWork.FULL:
+            return False
+        due = self.policy.due(accepted, proposed)
+        return (due and comes is RetrievalWork.FULL) or self.retrieval.tail_is_full
 
     def end_round(self, work: RetrievalWork, due: bool) -> None:
         """Takes in what was verified."""
