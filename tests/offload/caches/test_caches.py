@@ -317,6 +317,32 @@ def test_sequences_that_share_a_text_may_have_blocks_of_other_sizes(tmp_path):
     assert (got - want).abs().max() < 1e-4
 
 
+@pytest.mark.parametrize("own", [0, 3, 4, 21, 300])
+def test_chunks_are_gathered_from_a_text_that_others_hold_and_from_its_own_tokens(tmp_path, own):
+    """Each head has as many of either as it happens; a part of a choice may have none, or nothing but its own."""
+    save_llama(tmp_path, num_key_value_heads=2, head_dim=32, max_position_embeddings=2048)
+    decoder = Decoder.load(tmp_path, dtype=torch.float32, device=CPU)
+    tokens = random_tokens(512 + own, seed=1)
+    text, alone = sized_cache(decoder, 600), sized_cache(decoder, 900)
+    append(decoder, text, [*tokens[:512], 5])
+    append(decoder, alone, tokens)
+    cache = sized_cache(decoder, 900, text)
+    append(decoder, cache, tokens[512:])
+    generator = torch.Generator().manual_seed(own)
+    for count in (1, 4, 40, 128):
+        chosen = torch.stack(
+            [torch.randperm((512 + own) // 4, generator=generator)[:count].sort().values for _ in "ab"]
+        )
+        for some in (chosen, chosen[:, :2], chosen[:, -3:]):
+            for layer in range(decoder.config.num_layers):
+                for got, want in zip(cache.gather(layer, some), alone.gather(layer, some), strict=True):
+                    assert got.shape == (2, 4 * some.shape[1], 32) and (got - want).abs().max() < 1e-4
+    unchanged = text.gather(0, torch.arange(128).expand(2, -1))
+    assert all(
+        torch.equal(a, b) for a, b in zip(unchanged, alone.gather(0, torch.arange(128).expand(2, -1)), strict=True)
+    )
+
+
 def sized_cache(decoder, capacity, prefix=None, dtype=torch.float32):
     """On the CPU in blocks of 256 tokens; 512 of them may be those of `prefix`."""
     config, start = decoder.config, 512 if prefix else 0
