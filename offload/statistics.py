@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from .transfer.link import Traffic
 
@@ -52,15 +51,12 @@ class Statistics:
     host_peak_bytes: int = 0
     device_peak_bytes: int = 0
 
-    def after_prefill(self, token: int, seconds: float, ttft_s: float, **others: Any) -> Statistics:
-        """These statistics with the prefill and its first token added, and with `others`."""
-        return replace(self, token_ids=[*self.token_ids, token], prefill_s=seconds, ttft_s=ttft_s, **others)
+    def after_prefill(self, token: int, seconds: float) -> Statistics:
+        """These statistics with the prefill and its first token added."""
+        return replace(self, token_ids=[*self.token_ids, token], prefill_s=seconds, ttft_s=seconds)
 
-    def after_round(
-        self, tokens: list[int], seconds: float, refresh_s: float, *, drafted: bool, **others: Any
-    ) -> Statistics:
-        """These statistics with a round added that took `seconds`, of them `refresh_s` for the retrieval cache, and
-        with `others`."""
+    def after_round(self, tokens: list[int], seconds: float, refresh_s: float, *, drafted: bool) -> Statistics:
+        """These statistics with a round added that took `seconds`, of them `refresh_s` for the retrieval cache."""
         return replace(
             self,
             token_ids=[*self.token_ids, *tokens],
@@ -69,7 +65,6 @@ class Statistics:
             decode_s=self.decode_s + seconds,
             refresh_s=self.refresh_s + refresh_s,
             token_s=[*self.token_s, *[seconds / len(tokens)] * len(tokens)],
-            **others,
         )
 
     @property

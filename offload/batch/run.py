@@ -551,17 +551,16 @@ class Run(Iterator[Event]):
         opened.read_before = opened.full.read_so_far()
         opened.traffic_before = opened.full.traffic()
         seconds = reading.seconds + now - began
-        ttft_s = now - (reading.began if self._alone else sequence.joined)
+        statistics = sequence.statistics.after_prefill(token, seconds)
         self.most_kv_bytes = max(self.most_kv_bytes, kv_bytes_of(self.live))
-        sequence.record_prefill(token, seconds, ttft_s)
+        sequence.record(replace(statistics, ttft_s=now - (reading.began if self._alone else sequence.joined)))
         sequence.state = "running"
         return Round(0, [token], seconds, 0, 0, False)
 
     def _filled(self, running: Sequence[BatchSequence]) -> list[BatchSequence]:
         """Fills the drafting tiers' caches of those that have joined, before a round for which anything may be drafted:
         an answer that is drafted for at no time has none. Those that can go on; it has failed for the others."""
-        control, filled_s = self.tiers[0].control, 0.0
-        work = control.retrieval_work
+        work = self.tiers[0].control.retrieval_work
         if work is RetrievalWork.NONE:
             return [*running]
         chooses = work is not RetrievalWork.REBUILD
@@ -571,9 +570,7 @@ class Run(Iterator[Event]):
             began = self._system.clock()
             try:
                 on_all_ranks(self._target, self._system, fill)
-                seconds = self._system.clock() - began
-                self._setup.note_filling(seconds)
-                filled_s += seconds
+                self._setup.note_filling(self._system.clock() - began)
             except ReadingError as error:
                 if self._alone:
                     raise error.failure from None
@@ -582,7 +579,6 @@ class Run(Iterator[Event]):
                 continue
             if not sequence.statistics.rounds:  # it has not decoded yet
                 opened.read_before, opened.traffic_before = opened.full.read_so_far(), opened.full.traffic()
-        control.bringing_up = filled_s or control.bringing_up
         return [sequence for sequence in running if sequence.state == "running"]
 
     def _round(self, running: Sequence[BatchSequence]) -> list[Round]:
@@ -597,12 +593,13 @@ class Run(Iterator[Event]):
         emitted = [tokens for tokens, _ in top.step(opened, [sequence.missing for sequence in running])]
         control.last_retrieval_work = work
         control.choose_lengths(len(running), self._setup.filling(running))
+        drafts = control.draft_tokens > 0 or control.retrieval_work is RetrievalWork.FULL
         drawn, tested = [], []
         for sequence, refresh, tokens, (proposed, accepted) in zip(running, refreshes, emitted, before, strict=True):
             sequence.context += tokens
             counts = sequence.active.counts["verify"]
             tested.append((counts.proposed - proposed, counts.accepted - accepted))
-            due = refresh is not None and refresh.is_due(work, *tested[-1], comes=control.retrieval_work)
+            due = refresh is not None and refresh.is_due(work, *tested[-1], drafts=drafts)
             drawn.append(RoundDecision(tokens, due, sequence.is_to_end(tokens)))
         drawn = self._agree(running, drawn)
         device = opened[0].full.blocks.device
@@ -613,15 +610,13 @@ class Run(Iterator[Event]):
             lambda: self._system.clock() - began,
             (lambda: self._system.synchronize(device)) if control.adapts_to_time else None,
         )
-        if work is RetrievalWork.REBUILD:
-            control.bringing_up = refresh_s
         now = self._system.clock()
         self.rounds_done += 1
         self.decode_s += now - began
         rounds = []
         for sequence, one, (proposed, accepted) in zip(running, drawn, tested, strict=True):
             seconds = now - sequence.since
-            sequence.record_round(one.tokens, seconds, refresh_s, drafted=proposed > 0)
+            sequence.record(sequence.statistics.after_round(one.tokens, seconds, refresh_s, drafted=proposed > 0))
             sequence.since = now
             number = sequence.statistics.rounds
             rounds.append(Round(number, one.tokens, seconds, proposed, accepted, one.refresh))

@@ -24,9 +24,6 @@ from ..statistics import Statistics
 from ..transfer.link import LinkError, Traffic
 from .request import Order, Request
 
-_NOTHING = Counts()
-"""Of a tier that there is not."""
-
 
 @dataclass(frozen=True)
 class Round:
@@ -179,42 +176,33 @@ class BatchSequence:
         """What it had to do without so far, a line each."""
         return self.saved.warnings if self.saved else self._warnings
 
-    def record_prefill(self, token: int, seconds: float, ttft_s: float) -> None:
-        """Adds the prefill and its first token to the statistics: in one step, so that an interrupt finds those before
-        or those behind."""
-        self.statistics = self.statistics.after_prefill(token, seconds, ttft_s, **self._counted([token]))
-
-    def record_round(self, tokens: list[int], seconds: float, refresh_s: float, *, drafted: bool) -> None:
-        """The same with a round; see `Statistics.after_round`."""
-        counted = self._counted(tokens)
-        self.statistics = self.statistics.after_round(tokens, seconds, refresh_s, drafted=drafted, **counted)
-
-    def _counted(self, tokens: list[int]) -> dict[str, Any]:
-        """Of the statistics what was counted elsewhere, and whether these new tokens end the text."""
-        opened, before = self.active, self.statistics
-        ended = before.finish_reason
-        if opened.sampler.ends(tokens[-1]):
+    def record(self, statistics: Statistics) -> None:
+        """Completes `statistics`, which have the newest tokens, and puts them in place of the old ones in one step, so
+        that an interrupt finds either."""
+        ended, opened = statistics.finish_reason, self.active
+        if opened.sampler.ends(statistics.token_ids[-1]):
             ended = "eos"
-        elif len(before.token_ids) + len(tokens) >= self.order.max_new_tokens:
+        elif len(statistics.token_ids) >= self.order.max_new_tokens:
             ended = "length"
         counts, read = opened.counts, opened.full.read_so_far()
         verify = counts["verify"]
-        retrieval, draft = counts.get("retrieval", _NOTHING), counts.get("draft", _NOTHING)
-        return {
-            "finish_reason": ended,
-            "verify_s": verify.seconds,
-            "retrieval_s": retrieval.seconds,
-            "draft_s": draft.seconds,
-            "retrieval_proposed": verify.proposed,
-            "retrieval_accepted": verify.accepted,
-            "retrieval_tested": verify.tested,
-            "draft_proposed": retrieval.proposed,
-            "draft_accepted": retrieval.accepted,
-            "draft_tested": retrieval.tested,
-            "kv_read_bytes": read.num_bytes - opened.read_before.num_bytes,
-            "kv_read_s": read.seconds - opened.read_before.seconds,
-            "link": opened.full.traffic().since(opened.traffic_before),
-        }
+        retrieval, draft = counts.get("retrieval", Counts()), counts.get("draft", Counts())
+        self.statistics = replace(
+            statistics,
+            finish_reason=ended,
+            verify_s=verify.seconds,
+            retrieval_s=retrieval.seconds,
+            draft_s=draft.seconds,
+            retrieval_proposed=verify.proposed,
+            retrieval_accepted=verify.accepted,
+            retrieval_tested=verify.tested,
+            draft_proposed=retrieval.proposed,
+            draft_accepted=retrieval.accepted,
+            draft_tested=retrieval.tested,
+            kv_read_bytes=read.num_bytes - opened.read_before.num_bytes,
+            kv_read_s=read.seconds - opened.read_before.seconds,
+            link=opened.full.traffic().since(opened.traffic_before),
+        )
 
     def document(self, lengths: dict[str, int], warnings: list[str]) -> dict[str, Any]:
         """The JSON of the sequence so far.

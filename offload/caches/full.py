@@ -405,23 +405,27 @@ class FullCache:
             holder.blocks.release()
 
     def gather(self, layer: int, chunks: Tensor) -> tuple[Tensor, Tensor]:
-        """See `Blocks`."""
-        size, place = self.chunk_size, self.place(layer)
+        """See `Blocks`. The chunks of a head ascend."""
+        place = self.place(layer)
         if place is None:
-            return self.windows.gather(layer, chunks, size)
+            return self.windows.gather(layer, chunks, self.chunk_size)
+        return self._gather(place, chunks, self.length // self.chunk_size)
+
+    def _gather(self, place: int, chunks: Tensor, stop: int) -> tuple[Tensor, Tensor]:
+        """`gather`; of chunks behind this cache's own any. Args: `stop`: the chunks are before this one."""
+        size, border = self.chunk_size, self.start // self.chunk_size
+        own = self.length // size - border
         if self.prefix is None:
-            return self.blocks.gather(place, chunks, size)
-        border = self.start // size
-        theirs = self.prefix.gather(layer, chunks.clamp(max=border - 1))
-        own = min(chunks.shape[1], self.length // size - border)
-        if own:
-            last = chunks[:, -own:]  # they ascend: no others may be here
-            ours = self.blocks.gather(place, (last - border).clamp_(min=0), size)
+            return self.blocks.gather(place, chunks.clamp(max=own - 1) if stop > own else chunks, size)
+        found = self.prefix._gather(place, chunks, stop)
+        last = chunks[:, max(0, chunks.shape[1] - (stop - border)) :]  # no others can be here
+        if own and last.shape[1]:
+            ours = self.blocks.gather(place, (last - border).clamp_(0, own - 1), size)
             here = (last >= border).repeat_interleave(size, dim=1).unsqueeze(-1)
-            for there, some in zip(theirs, ours, strict=True):
-                end = there[:, -own * size :]
+            for both, some in zip(found, ours, strict=True):
+                end = both[:, both.shape[1] - some.shape[1] :]
                 end.copy_(torch.where(here, some, end))
-        return theirs
+        return found
 
     def slice(self, layer: int, start: int, stop: int) -> tuple[Tensor, Tensor]:
         """See `Blocks`; of this cache's own tokens."""

@@ -71,8 +71,6 @@ class DraftControl:
     """What the last round did that was not broken off."""
     after_round: float = field(default=0.0, init=False)
     """Seconds that a round took for the retrieval caches after the last pass."""
-    bringing_up: float = field(default=0.0, init=False)
-    """Seconds that it took last to bring retrieval caches that were left alone up to date."""
     counts: Counts = field(default_factory=Counts, init=False)
     """Of all sequences together; their own are kept with each."""
     pays: DraftingPays = field(default_factory=DraftingPays, init=False)
@@ -175,8 +173,7 @@ class DraftControl:
         most = most if self.fixed is not None else min(self.longest, most)
         self.asked_next = self.most_asked = None
         self.least_chance = 0.0
-        before = self.bringing_up if self.last_retrieval_work is RetrievalWork.NONE else 0.0
-        step = StepCost(self.cost, draft_seconds, self.acceptance.rate, batch, filling=filling, before=before)
+        step = StepCost(self.cost, draft_seconds, self.acceptance.rate, batch, filling=filling)
         if self.fixed is not None:
             self.draft_tokens = min(self.fixed, most)
             seconds = step.best(0, min(self.longest, most))[1]

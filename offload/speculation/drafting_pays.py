@@ -157,7 +157,7 @@ class DraftingPays:
         if self.on:
             lost, due = plain - seconds, self._since >= (self._interval if known_plain else 1)
         else:
-            lost = max((seconds - plain) * expected_tokens(step.rate, tokens) + step.before, self._lost / 2)
+            lost = max((seconds - plain) * expected_tokens(step.rate, tokens), self._lost / 2)
             due = self._since >= self._interval and not too_short
         self._price = lost = max(lost, _UNFORESEEN * best)
         self._allowance = min(self._allowance, 2 * max(lost, best))
@@ -177,7 +177,8 @@ class DraftingPays:
         """
         wants_plain = plain < (_ENOUGH if worse_plain < _WORSE else worse_plain < _HOPELESS)
         wants_draft = self._drafted <= (_ENOUGH if worse_drafted < _WORSE else worse_drafted < _HOPELESS)
-        if wants_draft:  # first: behind steps without, caches of those that draft would have to be brought up to date
+        # Drafts first where they lose: after steps without one, caches would have to be brought up to date.
+        if wants_draft and (not self.on or self._drafted <= plain + 1 or not wants_plain):
             return True
         return False if wants_plain else None
 

@@ -144,8 +144,6 @@ class StepCost:
     filling: float = 0.0
     """What filling the caches of those that draft takes, where they are empty, for each token of each sequence that is
     still to come."""
-    before: float = 0.0
-    """What bringing caches up to date takes that were left alone, once, before a step with a draft."""
 
     @property
     def without(self) -> float:

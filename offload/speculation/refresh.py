@@ -35,7 +35,7 @@ class RetrievalWork(IntEnum):
     REBUILD = 2
     """The attention, and all chunks at once: what comes next is drafted."""
     FULL = 3
-    """The attention, new tokens, and chunks as the refresh policy says."""
+    """The attention, new tokens, and, if drafts come, chunks as the refresh policy says."""
 
 
 def next_work(last: RetrievalWork, drafts: bool, may_skip: bool) -> RetrievalWork:
@@ -112,16 +112,16 @@ class RetrievalRefresh:
         """Has the next pass of the full cache keep the attention that chunks are chosen by, or not."""
         self.retrieval.source.keep_mass(self.mass_rows if work >= RetrievalWork.REBUILD else 0)
 
-    def is_due(self, work: RetrievalWork, proposed: int, accepted: int, *, comes: RetrievalWork) -> bool:
-        """Whether chunks are chosen anew with the round under way, which accepted so many of the `proposed` tokens: for
-        drafts, so where none come next it waits. Asked once a round: it counts them.
+    def is_due(self, work: RetrievalWork, proposed: int, accepted: int, *, drafts: bool) -> bool:
+        """Whether chunks are chosen anew with the round under way, which accepted so many of the `proposed` tokens.
+        Asked once a round: it counts them.
 
-        Args: `work` is that of this round, `comes` that of the next one.
+        Args: `drafts` says whether tokens are drafted from here on: if not, the choice waits.
         """
         if work is not RetrievalWork.FULL:
             return False
         due = self.policy.due(accepted, proposed)
-        return (due and comes is RetrievalWork.FULL) or self.retrieval.tail_is_full
+        return (due and drafts) or self.retrieval.tail_is_full
 
     def end_round(self, work: RetrievalWork, due: bool) -> None:
         """Takes in what was verified."""

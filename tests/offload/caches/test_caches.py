@@ -317,35 +317,35 @@ def test_sequences_that_share_a_text_may_have_blocks_of_other_sizes(tmp_path):
     assert (got - want).abs().max() < 1e-4
 
 
+@pytest.mark.parametrize("middle", [0, 256, 500])
 @pytest.mark.parametrize("own", [0, 3, 4, 21, 300])
-def test_chunks_are_gathered_from_a_text_that_others_hold_and_from_its_own_tokens(tmp_path, own):
-    """Each head has as many of either as it happens; a part of a choice may have none, or nothing but its own."""
+def test_chunks_are_gathered_from_texts_that_others_hold_and_from_its_own_tokens(tmp_path, own, middle):
+    """Each head has as many of each as it happens; a part of a choice may have none, or nothing but its own. Holders go
+    on with texts of their own."""
     save_llama(tmp_path, num_key_value_heads=2, head_dim=32, max_position_embeddings=2048)
     decoder = Decoder.load(tmp_path, dtype=torch.float32, device=CPU)
-    tokens = random_tokens(512 + own, seed=1)
-    text, alone = sized_cache(decoder, 600), sized_cache(decoder, 900)
-    append(decoder, text, [*tokens[:512], 5])
+    second = 512 + middle // 256 * 256  # where the last one begins with its own tokens
+    tokens = random_tokens(second + own, seed=1)
+    cache, alone = sized_cache(decoder, 600), sized_cache(decoder, 1200)
+    append(decoder, cache, [*tokens[:512], *random_tokens(30, seed=3)])
     append(decoder, alone, tokens)
-    cache = sized_cache(decoder, 900, text)
-    append(decoder, cache, tokens[512:])
-    generator = torch.Generator().manual_seed(own)
-    for count in (1, 4, 40, 128):
-        chosen = torch.stack(
-            [torch.randperm((512 + own) // 4, generator=generator)[:count].sort().values for _ in "ab"]
-        )
+    if middle:
+        cache = sized_cache(decoder, 1200, cache)
+        append(decoder, cache, [*tokens[512:second], *random_tokens(middle % 256, seed=4)])
+    cache = sized_cache(decoder, 1200, cache, start=second)
+    append(decoder, cache, tokens[second:])
+    generator, length = torch.Generator().manual_seed(own), len(tokens) // 4
+    for count in (1, 4, 40, length):
+        chosen = torch.stack([torch.randperm(length, generator=generator)[:count].sort().values for _ in "ab"])
         for some in (chosen, chosen[:, :2], chosen[:, -3:]):
             for layer in range(decoder.config.num_layers):
                 for got, want in zip(cache.gather(layer, some), alone.gather(layer, some), strict=True):
                     assert got.shape == (2, 4 * some.shape[1], 32) and (got - want).abs().max() < 1e-4
-    unchanged = text.gather(0, torch.arange(128).expand(2, -1))
-    assert all(
-        torch.equal(a, b) for a, b in zip(unchanged, alone.gather(0, torch.arange(128).expand(2, -1)), strict=True)
-    )
 
 
-def sized_cache(decoder, capacity, prefix=None, dtype=torch.float32):
-    """On the CPU in blocks of 256 tokens; 512 of them may be those of `prefix`."""
-    config, start = decoder.config, 512 if prefix else 0
+def sized_cache(decoder, capacity, prefix=None, dtype=torch.float32, start=512):
+    """On the CPU in blocks of 256 tokens; the first `start` of them may be those of `prefix`."""
+    config, start = decoder.config, start if prefix else 0
     blocks = DeviceBlocks(config.full_layers, dtype=dtype, device=CPU, capacity=capacity - start, block_size=256)
     return FullCache(config, decoder.rope, blocks, chunk_size=4, prefix=prefix, start=start)
 

@@ -250,16 +250,29 @@ static int help(const Blocks *all, int64_t threads, Work *work)
     return 1;
 }
 
-/* The keys of a KV head from the first one on that some row sees. */
-static HeadKeys keys_of(const Attention *call, int64_t kv_head)
+/* The keys of a KV head from the first one on that position `i` of the query sees. */
+static HeadKeys keys_of(const Attention *call, int64_t kv_head, int64_t i)
 {
     int64_t start, ignored;
-    visible(call, 0, &start, &ignored);
+    visible(call, i, &start, &ignored);
     return (HeadKeys){call, kv_head, start / TILE * TILE};
 }
 
-/* One of the calls of `triforce_attend`, by up to `most` threads, of which each is likely to go on with one of the `num_next` calls
- * `next`. */
+/* What thread `me` of `threads` is likely to compute after block `i` of these: one in the same order; or of the `num_next` calls that
+ * come next the one with its number, of a single one the KV head with its number. */
+static HeadKeys likely_next(const Blocks *all, int64_t i, int me, int threads, const Attention *next, int64_t num_next)
+{
+    const Attention *call = all->call;
+    if (i + threads < all->num_blocks) {
+        const Block *block = all->blocks + i + threads;
+        return keys_of(call, block->kv_head, block->first * call->num_kv_heads / call->num_heads);
+    }
+    if (num_next == 1)
+        return me < next->num_kv_heads ? keys_of(next, me, 0) : (HeadKeys){0};
+    return me < num_next ? keys_of(next + me, 0, 0) : (HeadKeys){0};
+}
+
+/* One of the calls of `triforce_attend`, by up to `most` threads; see `likely_next`. */
 static int attend(const Attention *given, int most, const Attention *next, int64_t num_next)
 {
     Attention copy = *given;
@@ -320,11 +333,7 @@ static int attend(const Attention *given, int most, const Attention *next, int64
         work.peaks = peaks;
         work.next = (HeadKeys){0};
         for (int64_t i; (i = add(all.taken, 1)) < num_blocks;) {
-            const int64_t later = i + threads;
-            if (later < num_blocks)
-                work.next = keys_of(call, all.blocks[later].kv_head);
-            else
-                work.next = me < num_next ? keys_of(next + me, 0) : (HeadKeys){0};
+            work.next = likely_next(&all, i, me, threads, next, num_next);
             compute(&all, all.blocks + i, &work);
         }
         while (num_shared && help(&all, threads, &work))
@@ -337,11 +346,9 @@ static int attend(const Attention *given, int most, const Attention *next, int64
     return 0;
 }
 
-/* `triforce_attend`, before `num_next` calls `next`. */
-static int attend_all(const Attention *calls, int64_t count, const Attention *next, int64_t num_next)
+/* The threads that compute these calls together; each call is one thread's, unless one of them is more than a thread's share. */
+static int threads_of(const Attention *calls, int64_t count, int *one_each)
 {
-    if (count == 1)
-        return attend(calls, triforce_threads(calls->threads), next, num_next);
     int64_t whole = 0, longest = 0;
     for (int64_t i = 0; i < count; i++) {
         const int64_t work = work_of(calls + i);
@@ -349,18 +356,29 @@ static int attend_all(const Attention *calls, int64_t count, const Attention *ne
         longest = larger(longest, work);
     }
     const int threads = whole < SMALL_WORK ? 1 : triforce_threads(calls->threads);
-    int failed = 0;
-    if (longest < SMALL_WORK || longest <= whole / threads) { /* each call is one thread's */
+    *one_each = count > 1 && (longest < SMALL_WORK || longest <= whole / threads);
+    return threads;
+}
+
+/* `triforce_attend`, where the `num_next` calls `next` are the next ones. */
+static int attend_all(const Attention *calls, int64_t count, const Attention *next, int64_t num_next)
+{
+    if (count == 1)
+        return attend(calls, triforce_threads(calls->threads), next, num_next);
+    int one_each, failed = 0;
+    const int threads = threads_of(calls, count, &one_each);
+    if (one_each) {
         const int some = (int)smaller(threads, count);
 #pragma omp parallel for num_threads(some) if (some > 1) schedule(dynamic, 1) reduction(max : failed)
         for (int64_t i = 0; i < count; i++) {
-            const int more = i + some < count;
-            const int here = attend(calls + i, 1, more ? calls + i + some : next, more ? 1 : num_next);
+            const int64_t later = i + some - count; /* of the next ones; below 0 of these */
+            const Attention *then = later < 0 ? calls + i + some : later < num_next ? next + later : 0;
+            const int here = attend(calls + i, 1, then, then != 0);
             failed = here > failed ? here : failed;
         }
     } else
         for (int64_t i = 0; i < count && !failed; i++)
-            failed = attend(calls + i, threads, 0, 0);
+            failed = attend(calls + i, threads, i + 1 < count ? calls + i + 1 : next, i + 1 < count ? 1 : num_next);
     return failed;
 }
 
@@ -387,7 +405,13 @@ int triforce_take_step(const int64_t *addresses, const StepCopy *copies, int64_t
             call->v = addresses[places->v] + places->v_at;
         }
     int failed = 0;
-    for (int64_t group = 0; group < num_groups && !failed; calls += groups[group], group++)
-        failed = attend_all(calls, groups[group], calls + groups[group], group + 1 < num_groups ? groups[group + 1] : 0);
+    for (int64_t group = 0; group < num_groups && !failed; calls += groups[group], group++) {
+        const Attention *next = calls + groups[group];
+        int64_t num_next = group + 1 < num_groups ? groups[group + 1] : 0;
+        int one_each;
+        if (num_next > 1 && (threads_of(next, num_next, &one_each), !one_each))
+            num_next = 1;
+        failed = attend_all(calls, groups[group], next, num_next);
+    }
     return failed;
 }

@@ -51,7 +51,7 @@ typedef struct {
     float *peaks;        /* [tiles] */
 } Row;
 
-/* The keys of a KV head of a call, from one on. */
+/* The keys of a KV head, from key `first` on. */
 typedef struct {
     const Attention *call; /* 0: none */
     int64_t kv_head, first;
