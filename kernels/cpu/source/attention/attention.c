@@ -346,9 +346,11 @@ static int attend(const Attention *given, int most, const Attention *next, int64
     return 0;
 }
 
-/* The threads that compute these calls together; each call is one thread's, unless one of them is more than a thread's share. */
-static int threads_of(const Attention *calls, int64_t count, int *one_each)
+/* `triforce_attend`, where `num_next` calls `next` come next. */
+static int attend_all(const Attention *calls, int64_t count, const Attention *next, int64_t num_next)
 {
+    if (count == 1)
+        return attend(calls, triforce_threads(calls->threads), next, num_next);
     int64_t whole = 0, longest = 0;
     for (int64_t i = 0; i < count; i++) {
         const int64_t work = work_of(calls + i);
@@ -356,18 +358,8 @@ static int threads_of(const Attention *calls, int64_t count, int *one_each)
         longest = larger(longest, work);
     }
     const int threads = whole < SMALL_WORK ? 1 : triforce_threads(calls->threads);
-    *one_each = count > 1 && (longest < SMALL_WORK || longest <= whole / threads);
-    return threads;
-}
-
-/* `triforce_attend`, where the `num_next` calls `next` are the next ones. */
-static int attend_all(const Attention *calls, int64_t count, const Attention *next, int64_t num_next)
-{
-    if (count == 1)
-        return attend(calls, triforce_threads(calls->threads), next, num_next);
-    int one_each, failed = 0;
-    const int threads = threads_of(calls, count, &one_each);
-    if (one_each) {
+    int failed = 0;
+    if (longest < SMALL_WORK || longest <= whole / threads) { /* each call is one thread's */
         const int some = (int)smaller(threads, count);
 #pragma omp parallel for num_threads(some) if (some > 1) schedule(dynamic, 1) reduction(max : failed)
         for (int64_t i = 0; i < count; i++) {
@@ -405,13 +397,7 @@ int triforce_take_step(const int64_t *addresses, const StepCopy *copies, int64_t
             call->v = addresses[places->v] + places->v_at;
         }
     int failed = 0;
-    for (int64_t group = 0; group < num_groups && !failed; calls += groups[group], group++) {
-        const Attention *next = calls + groups[group];
-        int64_t num_next = group + 1 < num_groups ? groups[group + 1] : 0;
-        int one_each;
-        if (num_next > 1 && (threads_of(next, num_next, &one_each), !one_each))
-            num_next = 1;
-        failed = attend_all(calls, groups[group], next, num_next);
-    }
+    for (int64_t group = 0; group < num_groups && !failed; calls += groups[group], group++)
+        failed = attend_all(calls, groups[group], calls + groups[group], group + 1 < num_groups ? groups[group + 1] : 0);
     return failed;
 }
