@@ -448,8 +448,10 @@ def test_after_a_sampled_run_every_cache_equals_a_replay(tmp_path):
     for event in run:
         tokens += event.tokens
         assert run.sequence.active.full.length == len(tokens) - 1
-        if event.index % 7 or run.sequence.active.retrieval is None or run.sequence.active.streaming is None:
+        assert run.sequence.active.drafts == (event.index > 0), "caches are filled for the first round"
+        if event.index % 7 or not event.index:
             continue
+        assert run.sequence.active.retrieval and run.sequence.active.streaming
         fresh = FullCache.on_device(
             engine.target.config, engine.target.rope, dtype=torch.float32, device=CPU, capacity=500
         )
