@@ -412,7 +412,11 @@ class FullCache:
         return self._gather(place, chunks, self.length // self.chunk_size)
 
     def _gather(self, place: int, chunks: Tensor, stop: int) -> tuple[Tensor, Tensor]:
-        """`gather`; of chunks behind this cache's own any. Args: `stop`: the chunks are before this one."""
+        """`gather` from this cache and those that hold its prefix. For chunks after its own tokens it gives any others;
+        the cache that has them puts its own in their place.
+
+        Args: `stop`: the number of whole chunks of the text that is gathered from.
+        """
         size, border = self.chunk_size, self.start // self.chunk_size
         own = self.length // size - border
         if self.prefix is None:

@@ -63,7 +63,7 @@ class RetrievalCache:
         self.source = source
         self._join = join
         self.select: Callable[[Tensor, int], Tensor] = select_chunks
-        """Chooses chunks by their scores."""
+        """Chooses chunks by their scores; those of a head ascend."""
         self._selected: _Selection | None = None
         self.chunk_size = chunk_size
         self.max_chunks = max(1, budget // chunk_size)
