@@ -3,7 +3,7 @@ its owners say they hold (`Engine.held`), by part no more than is planned (`plan
 
     python tests/support/simulator/ledger.py --histories 2000
 
-plays so many, every tenth on two ranks.
+plays so many, every tenth on two ranks. In `--dtype float32` alone, what passes take is compared in each of them.
 """
 
 from __future__ import annotations
@@ -222,20 +222,21 @@ def save_models(root: Path, **sizes: int) -> Path:
     return root
 
 
-def play(models: Path, seed: int, steps: int = 4) -> Ledger:
+def play(models: Path, seed: int, steps: int = 4, *, dtype: str | None = None) -> Ledger:
     """Answers, conversations, batches that sequences join and leave, texts that are saved and restored, and runs that
     are broken off, with settings of all kinds; checks after each round. With every fourth seed, host memory is so
     limited that keys and values are on a disk, and some runs are refused; with every third, passes are captured; with
-    every fifth, the target has layers with sliding windows, and with the ones after those linear attention.
+    every fifth, the target has layers with sliding windows, and with the ones after those linear attention. `dtype` is
+    the models', chosen by the seed where it is `None`.
 
     Raises:
         Uncounted: see `Ledger.check`.
     """
     with tempfile.TemporaryDirectory() as folder:
-        return _play(models, seed, steps, Path(folder))
+        return _play(models, seed, steps, Path(folder), dtype=dtype)
 
 
-def play_on_ranks(models: Path, seed: int, steps: int = 4, ranks: int = 2) -> list[int]:
+def play_on_ranks(models: Path, seed: int, steps: int = 4, ranks: int = 2, *, dtype: str | None = None) -> list[int]:
     """A history on several ranks, each with a simulated GPU of its own; how many checks each has made. Nothing is
     captured: what stands for CUDA's graphs does not repeat what ranks send one another.
 
@@ -243,11 +244,11 @@ def play_on_ranks(models: Path, seed: int, steps: int = 4, ranks: int = 2) -> li
         AssertionError: a rank's memory is not what is held there, or the rank failed otherwise.
     """
     with tempfile.TemporaryDirectory() as folder:
-        call = lambda: print(_play(models, seed, steps, Path(folder), ranks).checks, flush=True)  # noqa: E731
+        call = lambda: print(_play(models, seed, steps, Path(folder), ranks, dtype).checks, flush=True)  # noqa: E731
         return [int(line) for line in run_forks(call, ranks, 1800).split()]
 
 
-def _play(models: Path, seed: int, steps: int, folder: Path, ranks: int = 1) -> Ledger:
+def _play(models: Path, seed: int, steps: int, folder: Path, ranks: int = 1, dtype: str | None = None) -> Ledger:
     """Args: `folder` is for saved contexts, and for blocks on a disk."""
     chance, target = random.Random(seed), models / {4: "windows", 0: "states"}.get(seed % 5, "target")
     settings: dict[str, Any] = {
@@ -261,6 +262,7 @@ def _play(models: Path, seed: int, steps: int, folder: Path, ranks: int = 1) -> 
         "exact": chance.choice(["auto", "on"]),
         "draft": chance.choice([models / "draft", f"{models / 'draft'},lookup"]),
     }
+    settings["dtype"] = dtype or settings["dtype"]
     if target.name == "states":
         settings["draft"] = chance.choice([settings["draft"], MTP, f"{MTP},lookup"])
     if settings["dtype"] == "bfloat16" and settings["resident"] is not None:
@@ -451,6 +453,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--histories", type=int, default=2000)
     parser.add_argument("--first", type=int, default=0, help="seed of the first one")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="of all; by default each its own")
     options = parser.parse_args()
     torch.set_num_threads(1)
     began, checks, fullest, met = time.perf_counter(), 0, 0.0, Counter[str]()
@@ -459,10 +462,10 @@ def main() -> None:
         for seed in range(options.first, options.first + options.histories):
             try:
                 if seed % 10 == 7:
-                    checks += sum(play_on_ranks(models, seed))
+                    checks += sum(play_on_ranks(models, seed, dtype=options.dtype))
                     met["two ranks"] += 1
                 else:
-                    found = play(models, seed)
+                    found = play(models, seed, dtype=options.dtype)
                     checks, fullest = checks + found.checks, max(fullest, found.fullest)
                     met.update(found.met)
             except BaseException:
