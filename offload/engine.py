@@ -405,9 +405,7 @@ class Engine:
         `offload.held`. Some come twice."""
         for decoder in (self.target, self.draft):
             yield from decoder.held() if decoder else ()
-        for cache in self._kept.caches:
-            for holder in cache.holders:
-                yield from holder.held()
+        yield from self._kept.held()
         if self._running:
             yield from self._running.held()
 

@@ -40,6 +40,8 @@ class Batch(Iterator[tuple[int, Round]]):
 
         def report(sequence: BatchSequence, share: float) -> None:
             assert on_prefill
+            if sequence not in sequences:  # of a rank above 0, which is told of those that join
+                sequences.append(sequence)
             on_prefill(sequences.index(sequence), share)
 
         def more(waits: bool) -> BatchSequence | None:

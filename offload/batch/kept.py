@@ -17,13 +17,14 @@ from ..caches.recent_mass import RECENT_ROWS
 from ..caches.states import States
 from ..caches.windows import WindowBlocks
 from ..contexts.home import contexts_root
-from ..held import Holder, bytes_by_part, held_bytes
+from ..held import Held, Holder, bytes_by_part, held_bytes
 from ..planning.memory import plan_here, shortage_explained
 from ..planning.request import RunRequest
 from ..planning.run_plan import RunPlan, make_plan
 from ..system import THIS_MACHINE, System
 from ..transfer.link import Link, LinkError, Traffic
 from ..transfer.staged.block_file import DiskSpace
+from .drafting_caches import DraftingCaches
 
 _MORE_ON_DISK = 1.25
 """Sequences that are decoded together, or room for longer runs, may push so many times as much of a text to a disk as
@@ -83,6 +84,7 @@ class KeptCache:
         self._texts: list[KnownText] = []  # the one used last is the last
         self._made: WeakSet[FullCache] = WeakSet()  # all caches there are, known or not
         self._link: Link | None = None
+        self._drafting: DraftingCaches | None = None  # of the sequence that has ended last, as long as nobody runs
 
     @property
     def caches(self) -> list[FullCache]:
@@ -112,6 +114,7 @@ class KeptCache:
         """Has keys rotated for a prompt of so many tokens; what caches hold is forgotten where that differs. Nobody
         runs."""
         if self._decoder.rope.begin(prompt_length):
+            self._drafting = None
             for text in self._texts[:-1]:
                 self._drop(text)
             for text in self._texts[:]:
@@ -232,13 +235,16 @@ class KeptCache:
             try:
                 cache = self._make(plan, on_memory=on_memory)
                 break
-            except CapacityError:
+            except CapacityError:  # others have taken memory since it was planned
+                if oldest := self._oldest(text):
+                    self._drop(oldest)
+                    continue
                 before, alone = plan, old is None
                 self._drop(text)  # its memory may do, though not beside it
                 text = old = None
                 plan = self._plan(request, replaces=None)
                 if alone and (not plan.fits or plan.resident_kv >= before.resident_kv):
-                    raise  # else others have taken memory since it was planned
+                    raise
         if text and old:
             self._take(text, shared)
             builders = {holder for full in self.caches for holder in full.holders if holder.prefix is old}
@@ -307,9 +313,13 @@ class KeptCache:
         self._texts.append(KnownText(full, tokens, len(tokens)))
         return full
 
-    def end(self, tokens: list[int]) -> None:
+    def end(self, tokens: list[int], drafting: DraftingCaches | None = None) -> None:
         """Takes note that the sequence of these tokens, the very list, has ended; what it has read and written is there
-        to go on from."""
+        to go on from.
+
+        Args: `drafting`: its, if nobody runs any more. It is there until a full cache is made, or this one is dropped.
+        """
+        self._drafting = drafting
         for text in [text for text in self._texts if text.tokens is tokens]:
             text.in_use = False
             text.full.end_run()
@@ -319,11 +329,18 @@ class KeptCache:
             if text.full.length <= text.full.start:
                 self._empty(text)
 
+    def take_drafting(self, full: FullCache) -> DraftingCaches | None:
+        """What the drafting tiers had of the sequence that has ended last, if this is its full cache; from here on it
+        belongs to whoever asks."""
+        found, self._drafting = self._drafting, None
+        return found if found and found.retrieval.source is full else None
+
     def end_all(self, *, broken: bool) -> None:
         """Takes note that all sequences have ended.
 
         Args: `broken` is whether a pass was broken off: the newest tokens of a streamed cache may be half done.
         """
+        self._drafting = None  # what captured its passes is cleared
         in_use = [text for text in self._texts if text.in_use]
         passed = [one for one in self._texts if any(one is text or text.builds_on(one) for text in in_use)]
         for text in in_use:
@@ -427,6 +444,7 @@ class KeptCache:
             CapacityError: there is not so much memory.
         """
         plan.check()
+        self._drafting = None  # its memory is planned with
         decoder, placement = self._decoder, plan.placement
         if placement.streams:
             self._make_link()
@@ -535,7 +553,7 @@ class KeptCache:
         given_back = [replaces.full] if replaces else []
         # With those that nobody else begins with, and that are not known as texts any more.
         given_back += dict.fromkeys(one for text in without for one in text.full.holders if one not in stays)
-        blocks = [cache.blocks for cache in given_back]
+        blocks, idle = [cache.blocks for cache in given_back], [self._drafting] if self._drafting else []
         on_host = self._system.device_memory(decoder.device) is None
         untouched = sum(one.footprint.untouched for one in blocks) if on_host else 0
         limited = request.settings.host_memory is not None
@@ -545,7 +563,7 @@ class KeptCache:
             decoder.device,
             decoder.ranks,
             held=self._held_by_part(),
-            given_back=held_bytes(one for cache in given_back for one in cache.held()) - untouched,
+            given_back=held_bytes(one for holder in (*given_back, *idle) for one in holder.held()) - untouched,
             given_back_on_host=sum(one.bytes_on_host for one in given_back),
             given_back_on_disk=sum(one.footprint.disk for one in blocks),
             held_on_host=sum(one.bytes_on_host + (one.kept_bytes if on_host else 0) for one in others),
@@ -570,9 +588,17 @@ class KeptCache:
         """What is held on the device, by part. Where the CPU computes a plan asks for the models' own alone."""
         if self._system.device_memory(self._decoder.device) is None:
             return bytes_by_part(one for holder in (self._decoder, self._draft) if holder for one in holder.held())
-        caches = (holder for cache in self.caches for holder in cache.holders)
-        holders = self._decoder, self._draft, *caches, *self.others
+        holders = self._decoder, self._draft, self, *self.others
         return bytes_by_part(one for holder in holders if holder for one in holder.held())
+
+    def held(self) -> Held:
+        """See `offload.held`: of all caches that are known, and what the drafting tiers had of the sequence that has
+        ended last."""
+        for cache in self.caches:
+            for holder in cache.holders:
+                yield from holder.held()
+        if self._drafting:
+            yield from self._drafting.held()
 
     def _drop(self, text: KnownText | None) -> None:
         """Gives a cache's memory back, and that of those that have ended and build on it."""
@@ -583,6 +609,8 @@ class KeptCache:
                 one.full.blocks.drain()
             self._system.synchronize(self._decoder.device)  # a pass that was broken off may have copies under way
             self._texts.remove(one)
+            if self._drafting and self._drafting.retrieval.source is one.full:
+                self._drafting = None
             del one.full  # whoever has the text still is not to have its memory
 
 

@@ -131,6 +131,7 @@ class Run(Iterator[Event]):
             self.close()
         self._asked_to_end = True
 
+    @torch.inference_mode()  # as `__next__`, whose tensors are rolled back
     def close(self) -> None:
         """Ends all sequences where they are, and gives back what they hold, but for the full cache that stays for the
         next run; iteration stops, statistics stay."""
@@ -177,7 +178,7 @@ class Run(Iterator[Event]):
             link=self.traffic().since(self._traffic_before),
             device_peak_bytes=device_peak_bytes(self._target.device),
             host_peak_bytes=host_peak_bytes(),
-            kv_bytes=self.most_kv_bytes * self._target.ranks.size,
+            kv_bytes=max(self.most_kv_bytes, kv_bytes_of(self.live)) * self._target.ranks.size,
         )
 
     def document(self, sequences: Sequence[BatchSequence]) -> dict[str, Any]:
@@ -487,9 +488,11 @@ class Run(Iterator[Event]):
 
     def _leave(self, sequence: BatchSequence) -> None:
         sequence.state, self._short_of_memory = "ended", False
+        self.most_kv_bytes = max(self.most_kv_bytes, kv_bytes_of(self.live))
         self._finish_saving(sequence)
         if not self._alone and sequence.active_or_none:
-            self._setup.leave(sequence)
+            others = any(one.active_or_none for one in self.live if one is not sequence)
+            self._setup.leave(sequence, last=not others)
             sequence.failure = sequence.failure or sequence.check_failure
             self._give_back(sequence, sequence.warnings)
             self.tiers[0].drop_joined()
@@ -527,6 +530,8 @@ class Run(Iterator[Event]):
     def _fail_some(self, running: Sequence[BatchSequence], error: SequencesFailed) -> None:
         """Ends the sequences that broke a round off; the others are as they were before it. On all ranks alike: they
         have the same logits."""
+        for tier in self.tiers:
+            tier.control.pays.postpone()
         for sequence in running:
             written = len(sequence.order.prompt) + len(sequence.statistics.token_ids)
             del sequence.context[written:]

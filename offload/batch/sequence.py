@@ -22,6 +22,7 @@ from ..speculation.sampling import TokenLogprobs
 from ..speculation.sequence import Counts, TokenSequence
 from ..statistics import Statistics
 from ..transfer.link import LinkError, Traffic
+from .drafting_caches import DraftingCaches
 from .request import Order, Request
 
 
@@ -47,9 +48,10 @@ class ActiveSequence(TokenSequence):
 
     plan: RunPlan
     full: FullCache
+    drafting: DraftingCaches | None
+    """`None` where nothing is ever drafted."""
     refresh: RetrievalRefresh | None
     """Of its retrieval cache, if it has one."""
-    streaming: StreamingCache | None
     saved: ContextUse | None
     identity: dict[str, Any]
     """The part of its JSON that is known before it is read."""
@@ -62,7 +64,11 @@ class ActiveSequence(TokenSequence):
 
     @property
     def retrieval(self) -> RetrievalCache | None:
-        return self.refresh.retrieval if self.refresh else None
+        return self.drafting and self.drafting.retrieval
+
+    @property
+    def streaming(self) -> StreamingCache | None:
+        return self.drafting and self.drafting.streaming
 
     def fill_drafting_caches(self, *, looks_up: bool, chooses: bool) -> None:
         """Fills the drafting tiers' caches with what they need of the context.
@@ -75,7 +81,7 @@ class ActiveSequence(TokenSequence):
         if self.streaming:  # before the retrieval cache takes memory
             prefill_streaming(self.passes["draft"].decoder, self.streaming, self.context[:-1])
         if self.retrieval:
-            self.retrieval.refresh() if chooses else self.retrieval.reserve()
+            self.retrieval.refresh(at_once=True) if chooses else self.retrieval.reserve()
         if looks_up:
             self.lookup.occurrences.follow(self.context)
         self.drafts = True
@@ -84,17 +90,17 @@ class ActiveSequence(TokenSequence):
         """See `offload.held`."""
         for holder in self.full.holders:
             yield from holder.held()
-        for cache in (self.retrieval, self.streaming):
-            yield from cache.held() if cache else ()
-        for passes in self.passes.values():
-            yield from passes.held()
+        if self.drafting:
+            yield from self.drafting.held()
+        yield from self.passes["verify"].held()
 
     @property
     def still_to_come(self) -> int:
         """Bytes that it may take on the device and keep, from its first rounds on, of those that are planned."""
         plan = self.plan
         parts = {"retrieval": plan.retrieval, "mass": plan.mass, "scratch": plan.scratch}
-        held = bytes_by_part(one for one in self.held() if one[0] in parts)
+        own = (self.full, *([self.drafting] if self.drafting else []), self.passes["verify"])  # not what it shares
+        held = bytes_by_part(one for holder in own for one in holder.held() if one[0] in parts)
         return sum(max(0, size // plan.request.sequences - held.get(part, 0)) for part, size in parts.items())
 
 

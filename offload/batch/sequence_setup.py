@@ -39,6 +39,7 @@ from ..speculation.tiers import Tier
 from ..system import THIS_MACHINE, System
 from ..threads import DecodingThreads
 from ..transfer.link import Traffic
+from .drafting_caches import DraftingCaches
 from .kept import KeptCache, takes_over
 from .sequence import ActiveSequence, BatchSequence
 
@@ -151,13 +152,20 @@ class SequenceSetup:
         if not alike:
             self._models.kept.forget_all()
 
-    def leave(self, sequence: BatchSequence) -> None:
+    def leave(self, sequence: BatchSequence, *, last: bool) -> None:
         """Has the full cache of a sequence that ends stay, but of one that failed: what it has read or written may not
-        be finite, and some layers may hold tokens already where others hold those before."""
+        be finite, and some layers may hold tokens already where others hold those before.
+
+        Args: `last` is whether nobody else runs: then its drafting caches stay, too, until another one begins.
+        """
         if sequence.failure:
             self._models.kept.forget(sequence.context)
         else:
-            self._models.kept.end(sequence.context)
+            active, draft = sequence.active, self._models.draft
+            # States are of the tokens so far.
+            stateless = not (self.target.part.linear or (draft and (draft.part.linear or draft.config.is_head)))
+            stays = last and stateless and active.drafts
+            self._models.kept.end(sequence.context, active.drafting if stays else None)
 
     @property
     def looks_up(self) -> bool:
@@ -345,39 +353,47 @@ class SequenceSetup:
         full.keep_mass(rows=rows)
         if full.states:
             full.states.keep_rows(max(plan.state_rows, rows))
-        refresh = streaming = None
-        passes = {"verify": self._passes("verify", models.target, full)}
-        if speculates:
-            target = models.target
-            kind = {"budget": plan.budget, "chunk_size": plan.chunk_size}
-            kind |= {"tail": plan.tail, "headroom": plan.tail_ahead, "state_rows": plan.state_rows}
-            retrieval = RetrievalCache(full, target.rope, **kind, join=target.mean_over_copies)
-            passes["retrieval"] = self._passes("retrieval", target, retrieval)
-            refresh = RetrievalRefresh(retrieval, RefreshPolicy(models.settings.refresh), rows)
-        if models.draft and len(self.tiers) == 3:
-            read = HiddenStates(models.target) if models.draft.config.is_head else None
-            if read:
-                full.leave_hidden_states_in(read)
-            of_states = {"certain": lambda: full.length, "state_rows": plan.state_rows}
-            streaming = StreamingCache(models.draft, **of_states, hidden_states=read)
-            passes["draft"] = self._passes("draft", models.draft, streaming)
+        drafting = self._drafting(sequence, full, plan) if speculates else None
+        refresh = drafting and RetrievalRefresh(drafting.retrieval, RefreshPolicy(models.settings.refresh), rows)
         eos = () if order.ignore_eos else models.target.config.eos_token_ids
         sampler = Sampler(order.sampling, self._noise(order.sampling, order.number), frozenset(eos))
         return ActiveSequence(
             context=sequence.context,
             sampler=sampler,
-            passes=passes,
+            passes={"verify": self._passes("verify", models.target, full), **(drafting.passes if drafting else {})},
             matcher=matcher,
             top_logprobs=order.top_logprobs,
             logprobs=sequence.logprobs,
             plan=plan,
             full=full,
+            drafting=drafting,
             refresh=refresh,
-            streaming=streaming,
             saved=models.contexts.use(order.contexts, models.system.synchronize) if models.contexts else None,
             identity=self._identity(order.sampling, plan.budget if speculates else 0, full),
             traffic_before=full.traffic(),
         )
+
+    def _drafting(self, sequence: BatchSequence, full: FullCache, plan: RunPlan) -> DraftingCaches:
+        """The drafting tiers' caches: those of the sequence before it in this full cache, if there is memory for them
+        while the prompt is read, or new ones."""
+        models, target = self._models, self.target
+        sizes = {"budget": plan.budget, "chunk_size": plan.chunk_size}
+        sizes |= {"tail": plan.tail, "headroom": plan.tail_ahead, "state_rows": plan.state_rows}
+        idle = models.kept.take_drafting(full)
+        if idle and idle.sizes == sizes and plan.reads_beside_drafting(len(sequence.context) - full.length):
+            idle.begin_anew(full.length)
+            return idle
+        idle = None  # before other memory is taken
+        retrieval, streaming = RetrievalCache(full, target.rope, **sizes, join=target.mean_over_copies), None
+        passes = {"retrieval": self._passes("retrieval", target, retrieval)}
+        if models.draft and len(self.tiers) == 3:
+            read = HiddenStates(target) if models.draft.config.is_head else None
+            if read:
+                full.leave_hidden_states_in(read)
+            of_states = {"certain": lambda: full.length, "state_rows": plan.state_rows}
+            streaming = StreamingCache(models.draft, **of_states, hidden_states=read)
+            passes["draft"] = self._passes("draft", models.draft, streaming)
+        return DraftingCaches(sizes, retrieval, streaming, passes)
 
     def _passes(self, name: str, decoder: Decoder, cache: Any) -> Passes:
         return Passes(decoder, cache, self._graphs, padded=self._models.padded and name == "verify")
@@ -385,7 +401,7 @@ class SequenceSetup:
     def _make_tiers(self, request: RunRequest, plan: RunPlan, first: Sequence[BatchSequence]) -> list[Tier]:
         """The tiers, with what passes are expected to cost; those of the run so far, where what they have measured says
         more of such passes."""
-        models = self._models
+        models, most = self._models, plan.verify_draft.most  # of which the memory is planned
         # What joins these later has to take it as it is.
         adapts = models.exact or not any(one.order.sampling.seed is not None for one in first)
         # Where lengths follow from these costs for good, they must not depend on what memory is free.
@@ -397,7 +413,8 @@ class SequenceSetup:
         costs = times.costs()
         if not self._filling_measured:
             self._filling_s = times.filling()
-        drafts = {"verify": lengths.verify_draft, "retrieval": lengths.retrieval_draft}
+        verify = replace(lengths.verify_draft, most=min(most, lengths.verify_draft.most))
+        drafts = {"verify": verify, "retrieval": lengths.retrieval_draft}
         begins = {name: cost.base + cost.per_row for name, cost in costs.items()}
         # Of one alone little is learnt that holds for the next: it would draft less than it should.
         together = len(first) > 1

@@ -159,8 +159,7 @@ class FullCache:
 
     def traffic(self) -> Traffic:
         """What crossed a link so far, of the tokens of this cache and its prefix."""
-        *before, own = (holder.blocks.traffic() for holder in self.holders)
-        return own if not before else max(before[0], own, key=lambda traffic: traffic.bytes_in)
+        return max((holder.blocks.traffic() for holder in self.holders), key=lambda traffic: traffic.bytes_in)
 
     @property
     def token_bytes(self) -> int:

@@ -186,6 +186,12 @@ class RetrievalCache:
         if states := self.source.hidden_states:
             states.cut(length)
 
+    def begin_anew(self) -> None:
+        """Forgets all tokens, as `source` goes on with another prompt; memory stays, with what was captured of it."""
+        self._selected, self._kept, self._tail_start = None, 0, 0
+        self.rollback(0)
+        self.source.hand_blocks_to(self.collector)
+
     @torch.inference_mode()
     def refresh(self, *, at_once: bool = False) -> None:
         """Chooses the chunks anew by the attention of the last tokens in `source`, and copies the tail behind them.

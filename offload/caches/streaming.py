@@ -255,16 +255,19 @@ class StreamingCache:
 
 
 def prefill_streaming(decoder: Decoder, cache: StreamingCache, token_ids: Sequence[int]) -> None:
-    """Brings an empty `cache` to the end of `token_ids`, running only the tokens that its window depends on.
+    """Brings a `cache`, which is empty or holds the first of `token_ids`, to the end of these, running only the tokens
+    that its window depends on.
 
     Those are the sinks and, as each layer looks one window further back, the last `num_layers * window` tokens, and
-    `cache.slack` more, so that the window is complete after a rollback too.
+    `cache.slack` more, so that the window is complete after a rollback too; or all behind those in the cache, if these
+    are fewer.
     """
     start = len(token_ids) - decoder.config.num_layers * cache.window - cache.slack
     if cache.hidden_states:  # the first token of those that are known tells of the next one only
         start = max(start, cache.hidden_states.known.start + 1)
-    parts = [token_ids]
-    if start > cache.sinks:
+    parts = [token_ids[cache.length :]]
+    if start > max(cache.sinks, cache.length):
+        cache.rollback(0)
         parts = [token_ids[: cache.sinks], token_ids[start:]]
     for part in parts:
         if part is not parts[0]:

@@ -284,6 +284,7 @@ class ContextUse:
         if failure and order.required:
             raise ContextError(failure)
         if failure:
+            self._held.close()  # or others could not save under the name until this answer ends
             self.warnings.append(f"nothing is saved: {failure}")
             return None
         kept, later = self._ranks.share((kept, later), patiently=True)

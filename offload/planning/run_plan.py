@@ -259,6 +259,16 @@ class RunPlan:
         further, between = _further_prefill_bytes(request, streams=self.placement.streams)
         return max(self.prefill, others + max(further, between + self.round_bytes(request.sequences - 1)))
 
+    def reads_beside_drafting(self, tokens: int) -> bool:
+        """Whether a prompt's last so many tokens can be read, by target and draft, while the retrieval cache is there,
+        in the memory that is planned for one after the other."""
+        request = self.request
+        reads = self.prefill - _activation_bytes(request, request.own) + _activation_bytes(request, tokens)
+        if tokens <= request.limits.step_rows:  # a layer that streams is attended to block by block
+            reads += _partial_bytes(request, tokens) - (self.between_slices - _hidden_bytes(request, request.own))
+        fills = self.mass + _draft_activation_bytes(request)
+        return self.retrieval // request.sequences + max(reads, fills) <= max(self.decoding, self.reading)
+
     @property
     def working(self) -> int:
         """The most that is held beside weights and full cache."""
@@ -580,8 +590,9 @@ def _state_rows(verify: DraftTokens, retrieval: DraftTokens, *, drafts: bool) ->
 
 
 def _verify_draft(request: RunRequest, placement: Placement) -> DraftTokens:
-    most, small = VERIFY_DRAFT_TOKENS, max(SMALL_MASS[0], SMALL_MASS[1] * placement.capacity * request.token_bytes)
-    if placement.streams:
+    capacity, most = request.shared + placement.capacity, VERIFY_DRAFT_TOKENS
+    small = max(SMALL_MASS[0], SMALL_MASS[1] * capacity * request.token_bytes)
+    if placement.streams or request.shared_streams:
         most = next(
             (n for n in request.limits.streamed_draft_tokens if _mass_bytes(request, placement, n) <= small), most
         )
@@ -732,6 +743,12 @@ def _row_bytes(request: RunRequest, part: ModelConfig) -> int:
     return max(mlp, given + max(attending, 4 * part.head_dim * gates * item))
 
 
+def _partial_bytes(request: RunRequest, rows: int) -> int:
+    """Partial results of the attention of so few rows in a layer."""
+    part, splits = request.part, -(-request.context // KEYS_PER_SPLIT)
+    return min(MOST_PARTS, splits * rows * part.num_heads * (part.head_dim + 2) * 4)
+
+
 def _kept_row(request: RunRequest, part: ModelConfig) -> int:
     """What a row inside a layer has of a pass that a CPU captured. An MLP that is no kernel is activated row by row,
     and does not use attention's memory again."""
@@ -748,8 +765,7 @@ def _step_bytes(request: RunRequest, placement: Placement, draft_tokens: int, se
     if sequences > 1:
         draft_tokens = min(draft_tokens, max(0, STEP_ROWS // sequences - 2))  # see `DraftControl.choose_lengths`
     rows = sequences * (draft_tokens + 1)
-    partial = rows * part.num_heads * (part.head_dim + 2) * 4
-    layer = rows * _row_bytes(request, part) + min(MOST_PARTS, -(-request.context // KEYS_PER_SPLIT) * partial)
+    layer = rows * _row_bytes(request, part) + _partial_bytes(request, rows)
     if not request.makes_numbers:
         models = [request.matrices, *([request.small_matrices] if request.small_matrices else [])]
         layer += max(one.expansion_bytes(request.dtype, is_step=True) for one in models)

@@ -138,35 +138,56 @@ class Addresses:
             self.moved.add(name)
 
 
-def conversation(models, turns=3, room=2000, **settings):
+def conversation(models, turns=3, room=2000, *, in_one_run=False, **settings):
     """What moved, or was captured twice within a turn, in a conversation whose passes are captured; how many were in
-    each turn, and replays in all."""
+    each turn, and replays in all.
+
+    Args: `in_one_run` is whether a run lasts as long as turns come; then what drafts stays, too.
+    """
     simulator, addresses, captured = Simulator(), Addresses(), []
     system = simulated_system(simulator, limits=ledger.LIMITS)
     given: Any = {"device": "cpu", "dtype": "float32", "system": system, "block_length": 6, "draft_length": 3}
     engine = Engine.load(models / "target", models / "draft", **given | settings)
     engine._kept.room = room
     engine._capture = capture = Capturing(simulator)
-    prompt = random_tokens(300, seed=3)
+    prompt, before = random_tokens(300, seed=3), 0
+
+    def request():
+        return Request(prompt, Sampling(0.8, seed=len(captured)), 24, ignore_eos=True)
+
+    def events():
+        if in_one_run:
+            run = engine.run(lambda waits: request() if waits and len(captured) < turns else None)
+            yield from ((event.sequence, getattr(event, "round", None)) for event in run)
+            return
+        for _ in range(turns):
+            run = engine.stream(prompt, request().sampling, 24, ignore_eos=True)
+            yield from ((run.sequence, event) for event in run)
+            yield run.sequence, None
+
     with as_on_a_gpu(), simulator:
-        for turn in range(turns):
-            before = capture.captures
-            capture.passes.clear()
-            run = engine.stream(prompt, Sampling(0.8, seed=turn), 24, ignore_eos=True)
-            for event in run:
-                caches = run.sequence.active
+        for sequence, event in events():
+            turn = len(captured)
+            of_turn = "" if in_one_run else f" in turn {turn}"
+            if event:
+                caches = sequence.active
                 assert settings.get("resident") is None or not caches.full.all_on_device
                 addresses.note("full cache", caches.full.blocks.held(), "resident_kv", "ring", "open_stretches")
-                if event.index:
-                    assert caches.streaming and caches.retrieval
-                    addresses.note(f"mass in turn {turn}", caches.full._mass.held(), "mass")
-                    addresses.note(f"draft's cache in turn {turn}", caches.streaming.held(), "draft_kv")
-                    addresses.note(f"retrieval cache in turn {turn}", buffers_of(caches.retrieval), "retrieval")
-            assert not turn or run.statistics.reused_tokens > 300
-            if len(capture.passes) > len(set(capture.passes)):
-                addresses.moved.add("a captured pass")
-            captured.append(capture.captures - before)
-            prompt = prompt + run.statistics.token_ids + random_tokens(100, seed=turn)
+            if event and event.index:
+                assert caches.streaming and caches.retrieval
+                addresses.note(f"mass in turn {turn}", caches.full._mass.held(), "mass")
+                addresses.note(f"draft's cache{of_turn}", caches.streaming.held(), "draft_kv")
+                addresses.note(f"retrieval cache{of_turn}", buffers_of(caches.retrieval), "retrieval")
+            if not event and len(sequence.statistics.token_ids) == 24:
+                assert not turn or sequence.statistics.reused_tokens > 300
+                if len(capture.passes) > len(set(capture.passes)):
+                    addresses.moved.add("a captured pass")
+                if not in_one_run:
+                    capture.passes.clear()
+                captured.append(capture.captures - before)
+                before = capture.captures
+                prompt = prompt + sequence.statistics.token_ids + random_tokens(100, seed=turn)
+    assert len(captured) == turns
     return addresses.moved, captured, capture.replays
 
 
@@ -180,11 +201,27 @@ def buffers_of(retrieval):
 @pytest.mark.slow(keep=("0.0001-1024-auto",))
 def test_addresses_stay_over_turns_and_no_pass_is_captured_twice_in_one(models, resident, budget, refresh):
     """What a full cache has on the device stays from turn to turn. Retrieval cache, draft's cache and attention mass
-    stay from a turn's first round to its last. Those of the next turn are others, and so are its captured passes, as a
+    stay from a turn's first round to its last. Those of the next run are others, and so are its captured passes, as a
     run that ends gives back all but its full cache."""
     moved, captured, replays = conversation(models, resident=resident, budget=budget, refresh=refresh)
     assert not moved
     assert min(captured) >= 3 and replays > 5 * sum(captured)
+
+
+@pytest.mark.parametrize("refresh", ["auto", "round"])
+@pytest.mark.parametrize("resident", [1e-4, None])
+@pytest.mark.slow(keep=("0.0001-auto",))
+def test_what_drafts_stays_over_turns_of_one_run_and_is_captured_once(models, resident, refresh):
+    moved, captured, replays = conversation(models, in_one_run=True, resident=resident, budget=64, refresh=refresh)
+    assert not moved
+    assert captured[0] >= 3 and sum(captured[1:]) <= captured[0] and replays > 5 * sum(captured)
+
+
+def test_what_drafts_does_not_stay_where_a_prompt_is_read_in_its_memory(models):
+    """A retrieval cache that takes more than a prefill: both together are not planned."""
+    moved, captured, _ = conversation(models, in_one_run=True, resident=1e-4, budget=1024)
+    assert moved == {"retrieval cache", "draft's cache", "a captured pass"}
+    assert min(captured) >= 3
 
 
 def test_what_moves_and_what_is_captured_anew_is_noticed(models, monkeypatch):

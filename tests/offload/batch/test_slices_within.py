@@ -1,5 +1,6 @@
 """Slices of a prefill from within: how long they take, and memory that runs out in one."""
 
+import itertools
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -8,6 +9,7 @@ import torch
 from tiny import greedy_oracle, random_tokens, save_family, save_llama
 from triforce.offload import Engine, Request, Sampling
 from triforce.offload.batch.reading import Reading
+from triforce.offload.batch.run import Progress
 from triforce.offload.system import System
 from triforce.offload.transfer.link import Traffic
 from triforce.tp import CapacityError
@@ -201,3 +203,21 @@ def test_a_link_is_measured_once_enough_has_crossed_it(models):
     setup.use_measured_link()
     assert setup._to_measure is None and batch.tiers[0].control.cost is not cost
     batch.close()
+
+
+def test_a_run_that_is_closed_within_a_prefill_over_streamed_blocks_leaves_whole_caches(models):
+    """A rollback brings the block back that the prefill had begun to write home."""
+    times = itertools.count()
+    system = System(clock=lambda: next(times) * 0.05)
+    engine = load(models, resident=0.0, tiers=1, system=system)
+    alone = greedy_oracle(models["llama"][0], BOOK, 4)
+    assert engine.generate(BOOK, GREEDY, 4, ignore_eos=True).token_ids == alone
+    requests = [Request([*BOOK, *random_tokens(2 * TAIL_ROWS, seed=8)], GREEDY, 4, ignore_eos=True)]
+    run = engine.run(lambda waits: requests.pop() if requests else None)
+    share = 0.0
+    while share < 0.5:
+        event = next(run)
+        assert isinstance(event, Progress)
+        share = event.sequence.read_share
+    run.close()
+    assert engine.generate(BOOK, GREEDY, 4, ignore_eos=True).token_ids == alone

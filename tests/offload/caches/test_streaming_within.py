@@ -144,7 +144,9 @@ def test_the_workspace_of_a_prefill_is_gone_when_the_retrieval_cache_comes(model
     engine, found = load(models, resident=0, budget=64), []
     refresh = RetrievalCache.refresh
     monkeypatch.setattr(
-        RetrievalCache, "refresh", lambda cache: found.append(cache.source.blocks._workspace) or refresh(cache)
+        RetrievalCache,
+        "refresh",
+        lambda cache, **how: found.append(cache.source.blocks._workspace) or refresh(cache, **how),
     )
     run = engine.stream(PROMPT, Sampling(temperature=0.0), NEW_TOKENS)
     next(run)

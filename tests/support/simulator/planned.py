@@ -78,6 +78,9 @@ class Planned:
         for text in self.engine._kept._texts:
             if text.in_use and text.full not in opened and text.full in self._plans:
                 yield replace(self._plans[text.full], retrieval=0, draft_kv=0)
+        drafting = self.engine._kept._drafting
+        if drafting and not opened:
+            yield replace(self._plans[drafting.retrieval.source], mass=0)
 
     def most(self, captured: int, live: int) -> tuple[int, int]:
         """Bytes that may have been taken at most since this was last asked, and of them those that last.
