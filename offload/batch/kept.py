@@ -41,7 +41,7 @@ class KnownText:
 
     full: FullCache
     tokens: list[int]
-    """Prompt and answer so far. As many of them as the cache holds are in it. None, where only its memory is of use."""
+    """Prompt and answer so far. As many of them as the cache holds are in it. Empty where only its memory is of use."""
     prompt_tokens: int
     in_use: bool = True
     """Whether its sequence has not ended."""

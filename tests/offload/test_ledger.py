@@ -26,6 +26,7 @@ from triforce.offload.held import bytes_by_part
 from triforce.offload.planning.run_plan import make_plan
 from triforce.offload.speculation.refresh import RefreshPolicy
 from triforce.offload.speculation.tiers import Tier
+from triforce.offload.system import System
 from triforce.offload.transfer.ring import Ring
 from triforce.offload.transfer.streamed_blocks import StreamedBlocks
 from triforce.tp import CapacityError
@@ -231,6 +232,23 @@ def test_what_moves_and_what_is_captured_anew_is_noticed(models, monkeypatch):
     made_larger("_tail", lambda _: 4)(monkeypatch, RetrievalCache)
     moved, _, _ = conversation(models, turns=1, budget=64)
     assert moved == {"retrieval cache in turn 0", "a captured pass"}
+
+
+@pytest.mark.parametrize("resident", [None, 0.0])
+def test_attention_mass_of_the_longest_draft_over_a_shared_text_is_planned(models, resident):
+    """Of who goes on in a cache that begins with another's tokens, when nobody else runs: its own tokens are fewer than
+    those that lengths follow from."""
+    given: Any = {"device": "cpu", "dtype": "float32", "resident": resident, "system": System(limits=ledger.LIMITS)}
+    engine = Engine.load(models / "target", models / "draft", **given)
+    text = random_tokens(1400, seed=3)
+    question = [*text[:1280], *random_tokens(60, seed=4)]
+    for _ in engine.batch([Request(prompt, Sampling(0.0), 4, ignore_eos=True) for prompt in (text, question)]):
+        pass
+    run = engine.stream([*question, *random_tokens(30, seed=5)], Sampling(0.0), 4, ignore_eos=True)
+    for _ in run:
+        opened = run.sequence.active
+        assert opened.full.prefix and engine._running
+        assert engine._running.tiers[0].control.longest_draft < opened.plan.mass_rows
 
 
 def left_out(part):
