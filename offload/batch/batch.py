@@ -40,8 +40,7 @@ class Batch(Iterator[tuple[int, Round]]):
 
         def report(sequence: BatchSequence, share: float) -> None:
             assert on_prefill
-            if sequence not in sequences:  # of a rank above 0, which is told of those that join
-                sequences.append(sequence)
+            self._take_in()
             on_prefill(sequences.index(sequence), share)
 
         def more(waits: bool) -> BatchSequence | None:
@@ -52,12 +51,14 @@ class Batch(Iterator[tuple[int, Round]]):
         self.sequences, self._added = sequences, added
         self._setup, self._clock = setup, system.clock
 
+    def _take_in(self, *ended: BatchSequence) -> None:
+        """Takes note of those that have joined, on a rank that is told of them by rank 0."""
+        if self._setup.target.ranks.rank:
+            self.sequences += [one for one in (*self.run.live, *ended) if one not in self.sequences]
+
     def __next__(self) -> tuple[int, Round]:
         for event in self.run:
-            if self._setup.target.ranks.rank:  # which is told of those that join
-                for one in (*self.run.live, event.sequence):
-                    if one not in self.sequences:
-                        self.sequences.append(one)
+            self._take_in(event.sequence)
             if isinstance(event, Tokens):
                 return self.sequences.index(event.sequence), event.round
         raise StopIteration

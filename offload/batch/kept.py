@@ -84,7 +84,8 @@ class KeptCache:
         self._texts: list[KnownText] = []  # the one used last is the last
         self._made: WeakSet[FullCache] = WeakSet()  # all caches there are, known or not
         self._link: Link | None = None
-        self._drafting: DraftingCaches | None = None  # of the sequence that has ended last, as long as nobody runs
+        self.drafting: DraftingCaches | None = None
+        """Of the sequence that has ended last, until another one of its run is opened."""
 
     @property
     def caches(self) -> list[FullCache]:
@@ -114,7 +115,7 @@ class KeptCache:
         """Has keys rotated for a prompt of so many tokens; what caches hold is forgotten where that differs. Nobody
         runs."""
         if self._decoder.rope.begin(prompt_length):
-            self._drafting = None
+            self.drafting = None
             for text in self._texts[:-1]:
                 self._drop(text)
             for text in self._texts[:]:
@@ -235,16 +236,13 @@ class KeptCache:
             try:
                 cache = self._make(plan, on_memory=on_memory)
                 break
-            except CapacityError:  # others have taken memory since it was planned
-                if oldest := self._oldest(text):
-                    self._drop(oldest)
-                    continue
+            except CapacityError:
                 before, alone = plan, old is None
                 self._drop(text)  # its memory may do, though not beside it
                 text = old = None
                 plan = self._plan(request, replaces=None)
                 if alone and (not plan.fits or plan.resident_kv >= before.resident_kv):
-                    raise
+                    raise  # else others have taken memory since it was planned
         if text and old:
             self._take(text, shared)
             builders = {holder for full in self.caches for holder in full.holders if holder.prefix is old}
@@ -317,9 +315,9 @@ class KeptCache:
         """Takes note that the sequence of these tokens, the very list, has ended; what it has read and written is there
         to go on from.
 
-        Args: `drafting`: its, if nobody runs any more. It is there until a full cache is made, or this one is dropped.
+        Args: `drafting`: its, if that stays.
         """
-        self._drafting = drafting
+        self.drafting = drafting
         for text in [text for text in self._texts if text.tokens is tokens]:
             text.in_use = False
             text.full.end_run()
@@ -332,7 +330,7 @@ class KeptCache:
     def take_drafting(self, full: FullCache) -> DraftingCaches | None:
         """What the drafting tiers had of the sequence that has ended last, if this is its full cache; from here on it
         belongs to whoever asks."""
-        found, self._drafting = self._drafting, None
+        found, self.drafting = self.drafting, None
         return found if found and found.retrieval.source is full else None
 
     def end_all(self, *, broken: bool) -> None:
@@ -340,7 +338,7 @@ class KeptCache:
 
         Args: `broken` is whether a pass was broken off: the newest tokens of a streamed cache may be half done.
         """
-        self._drafting = None  # what captured its passes is cleared
+        self.drafting = None  # what captured its passes is cleared
         in_use = [text for text in self._texts if text.in_use]
         passed = [one for one in self._texts if any(one is text or text.builds_on(one) for text in in_use)]
         for text in in_use:
@@ -432,6 +430,7 @@ class KeptCache:
         try:
             yield
         except BaseException:
+            self.drafting = None  # which would hold the cache
             self._cut(text, 0)
             raise
 
@@ -443,8 +442,8 @@ class KeptCache:
         Raises:
             CapacityError: there is not so much memory.
         """
+        self.drafting = None  # its memory is planned with
         plan.check()
-        self._drafting = None  # its memory is planned with
         decoder, placement = self._decoder, plan.placement
         if placement.streams:
             self._make_link()
@@ -553,7 +552,7 @@ class KeptCache:
         given_back = [replaces.full] if replaces else []
         # With those that nobody else begins with, and that are not known as texts any more.
         given_back += dict.fromkeys(one for text in without for one in text.full.holders if one not in stays)
-        blocks, idle = [cache.blocks for cache in given_back], [self._drafting] if self._drafting else []
+        blocks, idle = [cache.blocks for cache in given_back], [self.drafting] if self.drafting else []
         on_host = self._system.device_memory(decoder.device) is None
         untouched = sum(one.footprint.untouched for one in blocks) if on_host else 0
         limited = request.settings.host_memory is not None
@@ -597,8 +596,8 @@ class KeptCache:
         for cache in self.caches:
             for holder in cache.holders:
                 yield from holder.held()
-        if self._drafting:
-            yield from self._drafting.held()
+        if self.drafting:
+            yield from self.drafting.held()
 
     def _drop(self, text: KnownText | None) -> None:
         """Gives a cache's memory back, and that of those that have ended and build on it."""
@@ -609,8 +608,8 @@ class KeptCache:
                 one.full.blocks.drain()
             self._system.synchronize(self._decoder.device)  # a pass that was broken off may have copies under way
             self._texts.remove(one)
-            if self._drafting and self._drafting.retrieval.source is one.full:
-                self._drafting = None
+            if self.drafting and self.drafting.retrieval.source is one.full:
+                self.drafting = None
             del one.full  # whoever has the text still is not to have its memory
 
 

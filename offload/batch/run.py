@@ -135,6 +135,7 @@ class Run(Iterator[Event]):
     def close(self) -> None:
         """Ends all sequences where they are, and gives back what they hold, but for the full cache that stays for the
         next run; iteration stops, statistics stay."""
+        self._setup.end()
         try:
             self._steps.close()
         except BaseException:
@@ -271,6 +272,7 @@ class Run(Iterator[Event]):
             with ExitStack() as ending:  # all of it, whatever fails
                 for sequence in self.live:
                     ending.callback(self._finish_saving, sequence, together=whole)
+                ending.callback(self._setup.end)
                 if self.tiers:  # what was captured of sequences together does not outlive them
                     ending.callback(self.tiers[0].drop_joined)
                 readings = [self._reading, *self._read_with_it]

@@ -88,6 +88,9 @@ _WORTH_WAITING = 64
 """Tokens more that a prompt shares with one that is being read than with what is known, for which it waits for that."""
 
 
+_LIKE_PLANNED = 7 / 8
+"""Of the budget that is planned, which grows with the text: what is there serves from this share on."""
+
 _ALIKE = 1.125
 """What was measured holds for passes that are expected to take at most so many times as long, or as short."""
 
@@ -156,7 +159,8 @@ class SequenceSetup:
         """Has the full cache of a sequence that ends stay, but of one that failed: what it has read or written may not
         be finite, and some layers may hold tokens already where others hold those before.
 
-        Args: `last` is whether nobody else runs: then its drafting caches stay, too, until another one begins.
+        Args: `last` is whether nobody else runs: then its drafting caches stay, too, until another one begins, unless
+            they were never filled, or have states.
         """
         if sequence.failure:
             self._models.kept.forget(sequence.context)
@@ -166,6 +170,10 @@ class SequenceSetup:
             stateless = not (self.target.part.linear or (draft and (draft.part.linear or draft.config.is_head)))
             stays = last and stateless and active.drafts
             self._models.kept.end(sequence.context, active.drafting if stays else None)
+
+    def end(self) -> None:
+        """Gives back what has stayed for a further sequence of the run."""
+        self._models.kept.drafting = None
 
     @property
     def looks_up(self) -> bool:
@@ -255,9 +263,12 @@ class SequenceSetup:
         passing = max((one.plan.round_bytes(len(running)) for one in caches), default=0) if running else 0
         if reading:  # before its caches grow
             own = reading.active
-            passing = max(passing + own.plan.between_slices, own.plan.prefill - own.still_to_come)
-            if own.full.under_way:  # it is taken
-                passing -= own.plan.between_slices
+            if own.retrieval and held_bytes(own.retrieval.held()):  # it has stayed; nobody else runs
+                passing += own.plan.prefill_of(own.full.length, len(reading.context))
+            else:
+                passing = max(passing + own.plan.between_slices, own.plan.prefill - own.still_to_come)
+                if own.full.under_way:  # it is taken
+                    passing -= own.plan.between_slices
         if self._models.settings.resident is None:  # what is set by hand may take the reserve
             passing += caches[0].plan.reserve_parts.get("fragmentation", 0) // 2
         return passing + sum(one.still_to_come for one in caches)
@@ -324,6 +335,8 @@ class SequenceSetup:
             text, shared = None, 0
         if not first:
             request = replace(request, settings=self._like_others(request))
+        elif text:
+            request = replace(request, settings=self._like_before(request, text.full))
         free = kept.can_be_taken_over(text)
         if (first and text is None) or (free and takes_over(text, shared)):
             return kept.prepare(prompt, request, text, shared, on_memory)
@@ -341,6 +354,15 @@ class SequenceSetup:
             settings = replace(settings, budget=self._budget)
         if len(self.tiers) > 1:
             settings = replace(settings, block_length=self.tiers[0].control.longest_draft)
+        return settings
+
+    def _like_before(self, request: RunRequest, full: FullCache) -> Settings:
+        """The settings of a run that goes on in a full cache: with the budget of the drafting caches that have stayed
+        for it, where hardly more is planned."""
+        settings, idle = request.settings, self._models.kept.drafting
+        planned = planned_budget(settings, request.context)
+        if idle and idle.retrieval.source is full and _LIKE_PLANNED * planned <= idle.sizes["budget"] < planned:
+            return replace(settings, budget=idle.sizes["budget"])
         return settings
 
     def _activated(
@@ -374,14 +396,15 @@ class SequenceSetup:
         )
 
     def _drafting(self, sequence: BatchSequence, full: FullCache, plan: RunPlan) -> DraftingCaches:
-        """The drafting tiers' caches: those of the sequence before it in this full cache, if there is memory for them
-        while the prompt is read, or new ones."""
+        """The drafting tiers' caches: those of the sequence before it in this full cache, if they are as large and
+        there is memory for them while its prompt is read; or new ones."""
         models, target = self._models, self.target
         sizes = {"budget": plan.budget, "chunk_size": plan.chunk_size}
         sizes |= {"tail": plan.tail, "headroom": plan.tail_ahead, "state_rows": plan.state_rows}
         idle = models.kept.take_drafting(full)
-        if idle and idle.sizes == sizes and plan.reads_beside_drafting(len(sequence.context) - full.length):
-            idle.begin_anew(full.length)
+        there, stop, saves = full.length, len(sequence.context), sequence.order.contexts.save is not None
+        if idle and idle.sizes == sizes and not saves and plan.reads_beside_drafting(there, stop):
+            idle.begin_anew(there)
             return idle
         idle = None  # before other memory is taken
         retrieval, streaming = RetrievalCache(full, target.rope, **sizes, join=target.mean_over_copies), None
@@ -413,7 +436,9 @@ class SequenceSetup:
         costs = times.costs()
         if not self._filling_measured:
             self._filling_s = times.filling()
-        verify = replace(lengths.verify_draft, most=min(most, lengths.verify_draft.most))
+        verify = lengths.verify_draft
+        if adapts:
+            verify = replace(verify, most=min(most, verify.most))
         drafts = {"verify": verify, "retrieval": lengths.retrieval_draft}
         begins = {name: cost.base + cost.per_row for name, cost in costs.items()}
         # Of one alone little is learnt that holds for the next: it would draft less than it should.

@@ -140,7 +140,8 @@ class RunPlan:
     """Copies of earlier ones, in host memory."""
     prefill: int
     """Activations of a long forward, the attention mass of its last rows and, where blocks stream, the layer it works
-    on. A prefill comes before its sequence's retrieval cache and beside those of others."""
+    on. A prefill comes before its sequence's retrieval cache, unless that has stayed (`reads_beside_drafting`), and
+    beside those of others."""
     between_slices: int
     """Of these, what lasts from one slice to the next, and the rounds of others between them: hidden states and, where
     blocks stream, the layer."""
@@ -259,15 +260,20 @@ class RunPlan:
         further, between = _further_prefill_bytes(request, streams=self.placement.streams)
         return max(self.prefill, others + max(further, between + self.round_bytes(request.sequences - 1)))
 
-    def reads_beside_drafting(self, tokens: int) -> bool:
-        """Whether a prompt's last so many tokens can be read, by target and draft, while the retrieval cache is there,
-        in the memory that is planned for one after the other."""
-        request = self.request
-        reads = self.prefill - _activation_bytes(request, request.own) + _activation_bytes(request, tokens)
+    def prefill_of(self, start: int, stop: int) -> int:
+        """What the end of a prompt takes beside what lasts, its tokens from `start` to `stop`, by `prefill`'s parts."""
+        request, tokens = self.request, stop - start
+        whole = _activation_bytes(request, request.own)
+        found = self.prefill - whole + _activation_bytes(replace(request, context=stop), tokens)
         if tokens <= request.limits.step_rows:  # a layer that streams is attended to block by block
-            reads += _partial_bytes(request, tokens) - (self.between_slices - _hidden_bytes(request, request.own))
-        fills = self.mass + _draft_activation_bytes(request)
-        return self.retrieval // request.sequences + max(reads, fills) <= max(self.decoding, self.reading)
+            found += _partial_bytes(request, tokens) - (self.between_slices - _hidden_bytes(request, request.own))
+        return found
+
+    def reads_beside_drafting(self, start: int, stop: int) -> bool:
+        """Whether the end of a prompt can be read, by target and draft, while the retrieval cache is there, in the
+        memory that is planned for one after the other. Args: see `prefill_of`."""
+        passing = max(self.prefill_of(start, stop), self.mass + _draft_activation_bytes(self.request))
+        return self.retrieval // self.request.sequences + passing <= max(self.decoding, self.reading)
 
     @property
     def working(self) -> int:

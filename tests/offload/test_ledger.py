@@ -174,12 +174,12 @@ def conversation(models, turns=3, room=2000, *, in_one_run=False, **settings):
                 caches = sequence.active
                 assert settings.get("resident") is None or not caches.full.all_on_device
                 addresses.note("full cache", caches.full.blocks.held(), "resident_kv", "ring", "open_stretches")
-            if event and event.index:
-                assert caches.streaming and caches.retrieval
-                addresses.note(f"mass in turn {turn}", caches.full._mass.held(), "mass")
-                addresses.note(f"draft's cache{of_turn}", caches.streaming.held(), "draft_kv")
-                addresses.note(f"retrieval cache{of_turn}", buffers_of(caches.retrieval), "retrieval")
-            if not event and len(sequence.statistics.token_ids) == 24:
+                if event.index:
+                    assert caches.streaming and caches.retrieval
+                    addresses.note(f"mass in turn {turn}", caches.full._mass.held(), "mass")
+                    addresses.note(f"draft's cache{of_turn}", caches.streaming.held(), "draft_kv")
+                    addresses.note(f"retrieval cache{of_turn}", buffers_of(caches.retrieval), "retrieval")
+            elif len(sequence.statistics.token_ids) == 24:
                 assert not turn or sequence.statistics.reused_tokens > 300
                 if len(capture.passes) > len(set(capture.passes)):
                     addresses.moved.add("a captured pass")

@@ -163,3 +163,24 @@ def test_a_round_that_was_broken_off_before_caches_were_filled_leaves_them_to_th
     assert found[0] == (None, alone[0]) and found[1][0] == "broken off"
     assert 0 < len(found[1][1]) < 10 and found[1][1] == alone[1][: len(found[1][1])]
     assert len(rooms) == 1, "a cache has grown"
+
+
+@pytest.mark.parametrize(("added", "stays"), [(300, True), (3000, False)])
+def test_a_budget_that_grows_with_the_text_leaves_the_caches_of_the_turn_before(tmp_path_factory, added, stays):
+    """As long as hardly more is planned, the budget stays with them; then both are new."""
+    root = tmp_path_factory.mktemp("turns")
+    save_family(root / "target", "llama", seed=1, max_position_embeddings=32768)
+    save_family(root / "draft", "llama", seed=9)
+    engine = Engine.load(root / "target", root / "draft", device="cpu", dtype="float32", block_length=4, draft_length=2)
+    engine._kept.room = 4096  # as a conversation has
+    book, met = random_tokens(9000, seed=3), list[Any]()
+    prompts = [book, [*book, *random_tokens(added, seed=4)]]
+
+    def source(waits):
+        return Request(prompts.pop(0), GREEDY, 8, ignore_eos=True) if waits and prompts else None
+
+    for event in engine.run(source):
+        if getattr(event, "round", None) and event.round.index == 1:
+            met.append((event.sequence.active.retrieval, event.sequence.active.plan.budget))
+    (before, first), (after, second) = met
+    assert (before is after) == stays == (first == second)

@@ -78,7 +78,7 @@ class Planned:
         for text in self.engine._kept._texts:
             if text.in_use and text.full not in opened and text.full in self._plans:
                 yield replace(self._plans[text.full], retrieval=0, draft_kv=0)
-        drafting = self.engine._kept._drafting
+        drafting = self.engine._kept.drafting
         if drafting and not opened:
             yield replace(self._plans[drafting.retrieval.source], mass=0)
 
