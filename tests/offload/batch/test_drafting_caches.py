@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from tiny import random_tokens, save_family
-from triforce.offload import Ended, Engine, Request, Sampling
+from triforce.offload import Ended, Engine, Request, Sampling, Tokens
 from triforce.offload.batch.sequence import ActiveSequence
 from triforce.offload.batch.sequence_setup import SequenceSetup
 from triforce.offload.limits import Limits
@@ -180,7 +180,7 @@ def test_a_budget_that_grows_with_the_text_leaves_the_caches_of_the_turn_before(
         return Request(prompts.pop(0), GREEDY, 8, ignore_eos=True) if waits and prompts else None
 
     for event in engine.run(source):
-        if getattr(event, "round", None) and event.round.index == 1:
+        if isinstance(event, Tokens) and event.round.index == 1:
             met.append((event.sequence.active.retrieval, event.sequence.active.plan.budget))
     (before, first), (after, second) = met
     assert (before is after) == stays == (first == second)
