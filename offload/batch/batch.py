@@ -54,7 +54,7 @@ class Batch(Iterator[tuple[int, Round]]):
     def _take_in(self, *ended: BatchSequence) -> None:
         """Takes note of those that have joined, on a rank that is told of them by rank 0."""
         if self._setup.target.ranks.rank:
-            self.sequences += [one for one in (*self.run.live, *ended) if one not in self.sequences]
+            self.sequences += [one for one in dict.fromkeys((*self.run.live, *ended)) if one not in self.sequences]
 
     def __next__(self) -> tuple[int, Round]:
         for event in self.run:
