@@ -338,7 +338,6 @@ class KeptCache:
 
         Args: `broken` is whether a pass was broken off: the newest tokens of a streamed cache may be half done.
         """
-        self.drafting = None  # what captured its passes is cleared
         in_use = [text for text in self._texts if text.in_use]
         passed = [one for one in self._texts if any(one is text or text.builds_on(one) for text in in_use)]
         for text in in_use:

@@ -103,8 +103,7 @@ class Run(Iterator[Event]):
         self._asked_to_end = self._ended = False  # the second by all ranks, after a round or slices of a prefill
         self.rounds_done = 0
         self.decode_s = 0.0
-        self.most_kv_bytes = 0
-        """Keys and values on this rank: the most that was held."""
+        self._most_kv_bytes = 0  # keys and values on this rank: the most that was held, until one was given back
         self._traffic_before = setup.traffic()
         self._described: list[dict[str, Any]] = []  # the JSON of the first sequence that has ended
         self._steps = self._run()
@@ -135,7 +134,6 @@ class Run(Iterator[Event]):
     def close(self) -> None:
         """Ends all sequences where they are, and gives back what they hold, but for the full cache that stays for the
         next run; iteration stops, statistics stay."""
-        self._setup.end()
         try:
             self._steps.close()
         except BaseException:
@@ -179,7 +177,7 @@ class Run(Iterator[Event]):
             link=self.traffic().since(self._traffic_before),
             device_peak_bytes=device_peak_bytes(self._target.device),
             host_peak_bytes=host_peak_bytes(),
-            kv_bytes=max(self.most_kv_bytes, kv_bytes_of(self.live)) * self._target.ranks.size,
+            kv_bytes=max(self._most_kv_bytes, kv_bytes_of(self.live)) * self._target.ranks.size,
         )
 
     def document(self, sequences: Sequence[BatchSequence]) -> dict[str, Any]:
@@ -272,7 +270,7 @@ class Run(Iterator[Event]):
             with ExitStack() as ending:  # all of it, whatever fails
                 for sequence in self.live:
                     ending.callback(self._finish_saving, sequence, together=whole)
-                ending.callback(self._setup.end)
+                ending.callback(self._setup.drop_drafting)
                 if self.tiers:  # what was captured of sequences together does not outlive them
                     ending.callback(self.tiers[0].drop_joined)
                 readings = [self._reading, *self._read_with_it]
@@ -490,7 +488,6 @@ class Run(Iterator[Event]):
 
     def _leave(self, sequence: BatchSequence) -> None:
         sequence.state, self._short_of_memory = "ended", False
-        self.most_kv_bytes = max(self.most_kv_bytes, kv_bytes_of(self.live))
         self._finish_saving(sequence)
         if not self._alone and sequence.active_or_none:
             others = any(one.active_or_none for one in self.live if one is not sequence)
@@ -501,6 +498,7 @@ class Run(Iterator[Event]):
             sequence.forget_prompt()
 
     def _give_back(self, sequence: BatchSequence, warnings: list[str]) -> None:
+        self._most_kv_bytes = max(self._most_kv_bytes, kv_bytes_of(self.live))  # which only grow until one goes
         sequence.give_back(self.lengths, warnings, self._system.synchronize)
         self._described = self._described or [sequence.document(self.lengths, [])]
 
@@ -559,7 +557,6 @@ class Run(Iterator[Event]):
         opened.traffic_before = opened.full.traffic()
         seconds = reading.seconds + now - began
         statistics = sequence.statistics.after_prefill(token, seconds)
-        self.most_kv_bytes = max(self.most_kv_bytes, kv_bytes_of(self.live))
         sequence.record(replace(statistics, ttft_s=now - (reading.began if self._alone else sequence.joined)))
         sequence.state = "running"
         return Round(0, [token], seconds, 0, 0, False)

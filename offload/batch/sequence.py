@@ -44,7 +44,7 @@ class Round:
 
 @dataclass(eq=False, kw_only=True)
 class ActiveSequence(TokenSequence):
-    """A sequence while it is decoded: with its caches, which are given back when it ends."""
+    """A sequence while it is decoded: with its caches, which it gives back when it ends."""
 
     plan: RunPlan
     full: FullCache

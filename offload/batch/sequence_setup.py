@@ -171,8 +171,8 @@ class SequenceSetup:
             stays = last and stateless and active.drafts
             self._models.kept.end(sequence.context, active.drafting if stays else None)
 
-    def end(self) -> None:
-        """Gives back what has stayed for a further sequence of the run."""
+    def drop_drafting(self) -> None:
+        """Gives back the drafting caches that have stayed for a further sequence of the run."""
         self._models.kept.drafting = None
 
     @property
@@ -424,21 +424,19 @@ class SequenceSetup:
     def _make_tiers(self, request: RunRequest, plan: RunPlan, first: Sequence[BatchSequence]) -> list[Tier]:
         """The tiers, with what passes are expected to cost; those of the run so far, where what they have measured says
         more of such passes."""
-        models, most = self._models, plan.verify_draft.most  # of which the memory is planned
+        models = self._models
         # What joins these later has to take it as it is.
         adapts = models.exact or not any(one.order.sampling.seed is not None for one in first)
         # Where lengths follow from these costs for good, they must not depend on what memory is free.
-        if plan.request.shared:  # every pass reads what others hold, too
-            plan = make_plan(replace(plan.request, shared=0))
         lengths = plan if adapts else make_plan(request)
+        verify = lengths.verify_draft  # the longest is planned with
+        if adapts and plan.request.shared:  # every pass reads what others hold, too
+            lengths = make_plan(replace(plan.request, shared=0))
         lengths = replace(lengths, request=replace(lengths.request, sequences=1))
         times = PassTimes(lengths, models.hardware())
         costs = times.costs()
         if not self._filling_measured:
             self._filling_s = times.filling()
-        verify = lengths.verify_draft
-        if adapts:
-            verify = replace(verify, most=min(most, verify.most))
         drafts = {"verify": verify, "retrieval": lengths.retrieval_draft}
         begins = {name: cost.base + cost.per_row for name, cost in costs.items()}
         # Of one alone little is learnt that holds for the next: it would draft less than it should.
