@@ -9,10 +9,14 @@ from __future__ import annotations
 
 import mmap
 import threading
+import weakref
+from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass, replace
 from math import prod
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -99,24 +103,60 @@ _PIECE = 2**25
 """Bytes of a piece that weights are put into, one after another."""
 
 
+@dataclass(frozen=True)
+class _Room:
+    """Pages of a piece that nothing is in."""
+
+    piece: weakref.ref[mmap.mmap]
+    first: int
+    stop: int
+
+    @property
+    def size(self) -> int:
+        return self.stop - self.first
+
+
 class _Pieces:
     """Memory for weights: a processor finds them in few pages, and a system has few pieces to keep account of (Linux
-    has 65,530 at most in a process), where a model has many small matrices."""
+    has 65,530 at most in a process), where a model has many small matrices. Where some have gone, as those have that a
+    larger one was put together from, others come."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._piece: mmap.mmap | None = None
-        self._first = self._left = 0
+        self._rooms: list[_Room] = []
+        self._left: deque[_Room] = deque()  # since the last `take`, which memory that goes cannot wait for
 
     def take(self, size: int) -> Tensor:
         """uint8 `[size]`, from the border of a page on."""
+        wanted = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
         with self._lock:
-            if self._piece is None or self._left < size:
-                self._piece, self._first = _lasting_pages(_PIECE)
-                self._left = _PIECE
-            found, taken = _part(self._piece, self._first, size), -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
-            self._first, self._left = self._first + taken, self._left - taken
-        return found
+            while self._left:
+                self._rooms.append(self._left.popleft())
+            self._rooms = _joined(self._rooms)
+            fitting = ((room, room.piece()) for room in sorted(self._rooms, key=lambda room: room.size))
+            room, piece = next(
+                ((room, piece) for room, piece in fitting if piece and room.size >= wanted), (None, None)
+            )
+            if room is None or piece is None:
+                piece, first = _lasting_pages(_PIECE)
+                room = _Room(weakref.ref(piece), first, first + _PIECE)
+            else:
+                self._rooms.remove(room)
+            self._rooms.append(replace(room, first=room.first + wanted))
+        held = np.frombuffer(piece, np.uint8, size, room.first)  # which the tensor keeps
+        weakref.finalize(held, self._left.append, replace(room, stop=room.first + wanted)).atexit = False
+        return torch.from_numpy(held)
+
+
+def _joined(rooms: list[_Room]) -> list[_Room]:
+    """Neighbours as one; without those of pieces that have gone, and empty ones."""
+    found: list[_Room] = []
+    for room in sorted(rooms, key=lambda room: (id(room.piece), room.first)):
+        if found and found[-1].piece is room.piece and found[-1].stop == room.first:
+            found[-1] = replace(found[-1], stop=room.stop)
+        elif room.size and room.piece() is not None:
+            found.append(room)
+    return found
 
 
 _pieces = _Pieces()

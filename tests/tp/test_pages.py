@@ -5,6 +5,7 @@ import gc
 import mmap
 import os
 
+import psutil
 import pytest
 import torch
 from triforce.tp.errors import CapacityError
@@ -61,3 +62,23 @@ def test_weights_are_put_into_few_pieces_and_keep_their_numbers():
     gc.collect()
     [weight_memory((2**20,), torch.uint8, torch.device("cpu")).fill_(9) for _ in range(60)]
     assert (again == len(sizes) - 1).all()
+
+
+def test_weights_come_where_those_were_that_they_were_put_together_from():
+    def resident():
+        gc.collect()
+        return psutil.Process().memory_info().rss
+
+    def weight(size):
+        return weight_memory((size,), torch.uint8, torch.device("cpu")).fill_(7)
+
+    before, held = resident(), []
+    for layer in range(64):
+        parts = [weight(2**19), weight(2**20 + layer), weight(2**19)]  # of sizes that are not quite alike
+        held.append(weight(2**21 + 5))
+        parts[0].fill_(layer)
+        assert all(part[0] == part[-1] == 7 for part in [*parts[1:], *held])
+    size = sum(len(one) for one in held)
+    assert size < resident() - before < 1.3 * size
+    del held, parts
+    assert resident() - before < 2**24
