@@ -76,7 +76,7 @@ class BlockAttention:
         """Attends to `blocks` `[num_blocks, 2, num_kv_heads, block_size, head_dim]`, which begin at the first token."""
         chunks = -(-rows.stop // self._chunk_size)
         self._shares.begin()
-        mass = self._room_for_mass(rows, chunks)
+        mass = self._shares.get(rows.q, rows.mass_rows, chunks) if rows.mass_rows else None
         visible = chunks * self._chunk_size  # what is behind the last token in its chunk is hidden by the diagonal
         out, lse = attend_blocks(
             rows.q, blocks, visible, scale=self._scale, diagonal=rows.start, window=rows.window, mass=mass, rounded=True
@@ -97,7 +97,8 @@ class BlockAttention:
             if whole is None and accumulates(rows.q, block):
                 running = new_running(rows.q)
             in_every_window = position > rows.stop - 1 - rows.window
-            mass = self._room_for_mass(rows, block.shape[2] // self._chunk_size)
+            chunks = block.shape[2] // self._chunk_size
+            mass = self._shares.get(rows.q, rows.mass_rows, chunks) if rows.mass_rows else None
             out, lse = attend(
                 rows.q,
                 block[0],
@@ -128,9 +129,3 @@ class BlockAttention:
             return chain([(position, block)], coming)
         parts = [block.clone(), *(block.clone() for _, block in coming)]  # each is there until the next is asked for
         return [(position, torch.cat(parts, dim=2))]
-
-    def _room_for_mass(self, rows: QueryRows, chunks: int) -> Tensor | None:
-        if not rows.mass_rows:
-            return None
-        dtype = torch.promote_types(rows.q.dtype, torch.float32)
-        return self._shares.get((rows.q.shape[0], rows.mass_rows, chunks), dtype, rows.q.device)

@@ -30,7 +30,7 @@ from ..transfer.link import Traffic
 from ..transfer.placement import block_size_for
 from .block_attention import BlockAttention, QueryRows
 from .hidden_states import HiddenStates
-from .recent_mass import RECENT_ROWS, MassPart, RecentMass
+from .recent_mass import RECENT_ROWS, RecentMass
 from .states import States
 from .windows import WindowBlocks
 
@@ -78,7 +78,9 @@ class FullCache:
         windows, states: where the last tokens of other layers are, and their states, empty; `None`: memory is taken for
             them.
         """
-        self.config, self._places = config, config.full_places
+        self.config = config
+        self.places: Sequence[int | None] = config.full_places
+        """Of each layer, its place in `blocks`; `None`: it is in `windows`."""
         self.blocks = blocks
         self.windows = windows or WindowBlocks(config, dtype=blocks.dtype, device=blocks.device, chunk_size=chunk_size)
         self.states = states or States.of(config, blocks.dtype, blocks.device)
@@ -133,7 +135,7 @@ class FullCache:
         """See `offload.held`: of this cache's own tokens, not of its prefix's."""
         yield from self.blocks.held()
         yield from self.held_beside()
-        yield from self._mass.held()
+        yield from self.mass.held()
         yield from self._attention.held()
         yield from (("captured", tensor) for step in self._steps.values() if step for tensor in step.tensors())
 
@@ -176,7 +178,8 @@ class FullCache:
         config, max_chunks = self.config, -(-self.capacity // self.chunk_size)
         self._attention = BlockAttention(config.attention_scale, self.chunk_size)
         self._steps: dict[int | None, PreparedStep | None] = {}  # the last ones, by window
-        self._mass = RecentMass(config.kv_layers, config.num_kv_heads, max_chunks, self.chunk_size)
+        self.mass = RecentMass(config.kv_layers, config.num_kv_heads, max_chunks, self.chunk_size)
+        """What the passes of a run gave to chunks."""
 
     def keep_mass(self, rows: int) -> None:
         """Has the passes to come keep the attention that chunks are chosen by, or not.
@@ -187,7 +190,7 @@ class FullCache:
                 `RECENT_ROWS`. 0 keeps none.
         """
         if not rows:  # what is there would be older than the last tokens
-            self._mass.forget()
+            self.mass.forget()
         self._mass_rows = rows
 
     def hand_blocks_to(self, collector: Callable[[], BlockCollector | None]) -> None:
@@ -274,12 +277,12 @@ class FullCache:
         Raises:
             ValueError: there is no room for them.
         """
-        start, place = self._filled[layer], self.place(layer)
+        start, place = self._filled[layer], self.places[layer]
         if place is None:
             self.windows.append(layer, start, k, v)
         else:
             self.blocks.append(place, start - self.start, k, v)
-        self.appended(layer, k.shape[1])
+        self._filled[layer] += k.shape[1]
 
     def appended(self, layer: int, n: int) -> None:
         """Says that so many tokens were added to a layer, whose keys and values are in their places."""
@@ -289,13 +292,9 @@ class FullCache:
         """How many tokens may come next that belong into a block that holds others already."""
         return -(self.length - self.start) % self.blocks.block_size
 
-    def place(self, layer: int) -> int | None:
-        """The layer's place in `blocks`; `None`: it is in `windows`."""
-        return self._places[layer]
-
     def recent_mass(self, layer: int) -> Tensor:
         """The shares of attention that the last tokens gave to each whole chunk: see `RecentMass.recent`."""
-        return self._mass.recent(layer, self.length)
+        return self.mass.recent(layer, self.length)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         start = self._filled[layer]
@@ -314,7 +313,7 @@ class FullCache:
         began = time.perf_counter()
         window = self.config.sliding_window(layer) or start + n
         rows = QueryRows(q, start, window, self.mass_rows_of(n))
-        place = self.place(layer)
+        place = self.places[layer]
         blocks = None if self.prefix or place is None else self.blocks.at_once(place)
         if blocks is not None and self._attention.takes_together(rows, blocks):
             self.count_read(rows.stop - rows.first_key)
@@ -325,7 +324,7 @@ class FullCache:
                 pieces = self._attention.in_one_piece(rows, pieces)
             out, lse, parts = self._attention.one_by_one(rows, pieces)
         if parts:
-            self.add_mass(layer, start, parts, lse)
+            self.mass.add(layer, start, parts, lse)
         if self.blocks.device.type == "cpu":
             self.reads.seconds += time.perf_counter() - began
         return out
@@ -343,7 +342,7 @@ class FullCache:
         made: dict[int | None, PreparedStep | None] = {}
         steps: list[Callable[[], object] | None] = []
         for layer in range(len(self._filled)):
-            place, window = self.place(layer), self.config.sliding_window(layer)
+            place, window = self.places[layer], self.config.sliding_window(layer)
             blocks = None if place is None else self.blocks.at_once(place)
             if blocks is None:
                 steps.append(None)
@@ -382,12 +381,12 @@ class FullCache:
                 collector(layer, position, block)
             self.count_read(min(block.shape[2], rows.stop - position))
             yield position, block
-        if layer == len(self._filled) - 1 and rows.stop == self._stop:
+        if self.prefix and layer == len(self._filled) - 1 and rows.stop == self._stop:
             self.release_prefix()
 
     def _pieces(self, layer: int, first: int, stop: int, joined: bool) -> Iterator[tuple[int, Tensor]]:
         """See `Blocks.pieces`; those of the prefix come first, up to where it is this sequence's."""
-        place = self.place(layer)
+        place = self.places[layer]
         if place is None:
             yield from self.windows.pieces(layer, first, stop)
             return
@@ -405,7 +404,7 @@ class FullCache:
 
     def gather(self, layer: int, chunks: Tensor) -> tuple[Tensor, Tensor]:
         """See `Blocks`. The chunks of a head ascend."""
-        place = self.place(layer)
+        place = self.places[layer]
         if place is None:
             return self.windows.gather(layer, chunks, self.chunk_size)
         return self._gather(place, chunks, self.length // self.chunk_size)
@@ -432,14 +431,10 @@ class FullCache:
 
     def slice(self, layer: int, start: int, stop: int) -> tuple[Tensor, Tensor]:
         """See `Blocks`; of this cache's own tokens."""
-        place = self.place(layer)
+        place = self.places[layer]
         if place is None:
             return self.windows.slice(layer, start, stop)
         return self.blocks.slice(place, start - self.start, stop - self.start)
-
-    def add_mass(self, layer: int, start: int, parts: Sequence[MassPart], lse: Tensor) -> None:
-        """See `RecentMass.add`."""
-        self._mass.add(layer, start, parts, lse)
 
     def count_read(self, tokens: int) -> None:
         """Counts the keys and values of so many tokens of a layer as read."""
@@ -480,18 +475,18 @@ class FullCache:
 
     def export(self, layer: int, start: int, stop: int) -> Callable[[], list[Tensor]]:
         """See `Blocks`; of this cache's own tokens, and zeros of those that a layer does not keep any more."""
-        place = self.place(layer)
+        place = self.places[layer]
         if place is None:
             return self.windows.export(layer, start, stop)
         return self.blocks.export(place, start - self.start, stop - self.start)
 
     def first_restored(self, layer: int, stop: int) -> int:
         """Position of the first token that `restore` needs for all that a layer keeps of `stop` tokens."""
-        return 0 if self.place(layer) is not None else self.windows.first_seen(layer, stop)
+        return 0 if self.places[layer] is not None else self.windows.first_seen(layer, stop)
 
     def restore(self, layer: int, start: int, stop: int, read: Callable[[list[Tensor]], None]) -> None:
         """See `Blocks`; of a cache without prefix. Tokens before `start` are none that the layer keeps."""
-        place = self.place(layer)
+        place = self.places[layer]
         if place is None:
             self.windows.restore(layer, start, stop, read)
         else:
@@ -506,7 +501,7 @@ class FullCache:
         self._filled = [length] * len(self._filled)
         self._begin = self._stop = length
         self._restored, self._restored_with = length, tuple(computed_with)
-        self._mass.forget()
+        self.mass.forget()
         if self.states and not length:
             self.states.restart(0)
 

@@ -44,13 +44,16 @@ class Shares:
         if self._buffer is not None and self._buffer.numel() < self._most:
             self._buffer = None  # before a larger one is taken
 
-    def get(self, shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """For the next piece, uninitialised: `shape` is `[num_heads, rows, chunks]`."""
+    def get(self, q: Tensor, rows: int, chunks: int) -> Tensor:
+        """For the next piece, uninitialised: `[num_heads, rows, chunks]`, of some of the queries `q` `[num_heads, any,
+        head_dim]`, in the dtype of sums."""
+        shape = q.shape[0], rows, chunks
         first, self._taken = self._taken, self._taken + math.prod(shape)
         if self._buffer is None:
-            self._buffer = torch.empty(max(self._most, self._taken), dtype=dtype, device=device)
+            dtype = torch.promote_types(q.dtype, torch.float32)
+            self._buffer = torch.empty(max(self._most, self._taken), dtype=dtype, device=q.device)
         if self._taken > self._buffer.numel():  # from the next layer on there is room for it
-            return torch.empty(shape, dtype=dtype, device=device)
+            return torch.empty(shape, dtype=self._buffer.dtype, device=q.device)
         return self._buffer[first : self._taken].view(shape)
 
     def held(self) -> Held:

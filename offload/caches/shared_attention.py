@@ -199,7 +199,7 @@ class SharedAttention:
 
     def _layer_blocks(self, layer: int) -> list[Tensor] | None:
         """Of each holder all blocks of a layer, where they lie together."""
-        place = self._caches[0].place(layer)
+        place = self._caches[0].places[layer]
         if place is None:
             return None
         found = [holder.cache.blocks.at_once(place) for holder in self._holders]
@@ -229,7 +229,7 @@ class SharedAttention:
 
     def attend(self, layer: int, q: Tensor) -> Tensor:
         """Attention of rotated queries, in the order of the sequences, to what was appended last and all before it."""
-        if self._caches[0].place(layer) is None:  # each sequence has its own
+        if self._caches[0].places[layer] is None:  # each sequence has its own
             both = zip(self._caches, self.rows, strict=True)
             return torch.cat([cache.attend_rotated(layer, q[:, rows]) for cache, rows in both], dim=1)
         began, read = time.perf_counter(), [holder.cache.reads.num_bytes for holder in self._holders]
@@ -253,7 +253,7 @@ class SharedAttention:
         out = rows.out()
         for place, i in enumerate(self._order):
             if self._mass_rows[i]:
-                self._caches[i].add_mass(layer, self._starts[i], *rows.mass_of(self._places[place], self._mass_rows[i]))
+                self._caches[i].mass.add(layer, self._starts[i], *rows.mass_of(self._places[place], self._mass_rows[i]))
         if self._back is not None:
             out = out.index_select(1, self._back)
         if out.device.type == "cpu":
@@ -273,7 +273,7 @@ class SharedAttention:
     ) -> Iterator[tuple[_Span, int, _Keys, int]]:
         """What each span's rows attend to, in the order of positions: the first position, the keys and values, and how
         many of them count, `m`."""
-        cache, start, place = holder.cache, holder.cache.start, holder.cache.place(layer)
+        cache, start, place = holder.cache, holder.cache.start, holder.cache.places[layer]
         assert place is not None
         together = cache.blocks.at_once(place)
         if together is not None and takes_blocks(q, together):
@@ -338,8 +338,7 @@ class _RowsSoFar:
         """
         mass = None
         if self._shares:
-            shape = self._q.shape[0], rows.stop - rows.start, m // self._chunk_size
-            mass = self._shares.get(shape, self._running.dtype, self._q.device)
+            mass = self._shares.get(self._q, rows.stop - rows.start, m // self._chunk_size)
         if not isinstance(keys, Tensor):
             if self._waiting and rows.start < self._waiting[-1][0].rows.stop:
                 self._attend_waiting()

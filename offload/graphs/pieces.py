@@ -65,9 +65,11 @@ class Pieces:
         n = len(token_ids)
         if self.failure or n > capture.pieces_rows or not 1 <= num_logits <= n:
             return None
-        if not isinstance(cache, FullCache | JoinedFullCache) or not capture.takes(self._decoder):
+        if not isinstance(cache, FullCache | JoinedFullCache):
             return None
         if max(cache.counts if isinstance(cache, JoinedFullCache) else (n,)) > capture.pieces_tokens:
+            return None
+        if not capture.takes(self._decoder):
             return None
         if self._decoder.config.linear or cache.leaves_hidden_states:
             return None

@@ -82,7 +82,8 @@ class RawBlocks(HostBlocks):
         blocks: `[num_blocks, 2, num_kv_heads, block_size, head_dim]`.
         memory: what they are in; `None`: the link copies from them.
         """
-        self.blocks, self._memory = blocks, memory
+        self.blocks = blocks
+        self._source = memory.source if memory and memory.is_pageable(blocks) else None
 
     def __len__(self) -> int:
         return len(self.blocks)
@@ -92,7 +93,8 @@ class RawBlocks(HostBlocks):
         return self.blocks.nbytes
 
     def at(self, index: int, count: int = 1) -> Source:
-        return self._memory.source(self.blocks[index]) if self._memory else self.blocks[index]
+        block = self.blocks[index]
+        return self._source(block) if self._source else block
 
     def leave(self, index: int, block: Tensor, buffer: Tensor) -> tuple[Tensor, Source]:
         buffer.copy_(block)

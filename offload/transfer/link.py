@@ -144,11 +144,15 @@ class ThreadLink:
         return aligned_memory(shape, dtype)
 
     def fetch(self, source: Tensor, buffer: Tensor) -> Copy:
-        return self._ask(_Copy(self, source, buffer, inwards=True))
+        copy = _Copy(self, source, buffer, inwards=True)
+        self._queue.put(copy)
+        return copy
 
     def store(self, source: Tensor, target: Tensor) -> Copy:
-        self._stores.append(self._ask(_Copy(self, source, target, inwards=False)))
-        return self._stores[-1]
+        copy = _Copy(self, source, target, inwards=False)
+        self._stores.append(copy)
+        self._queue.put(copy)
+        return copy
 
     def wait_for_stores(self) -> None:
         stores, self._stores = self._stores, []
@@ -171,10 +175,6 @@ class ThreadLink:
             while True:
                 self._queue.get_nowait()
         self.close()
-
-    def _ask(self, copy: _Copy) -> _Copy:
-        self._queue.put(copy)
-        return copy
 
     @torch.inference_mode()
     def _work(self) -> None:

@@ -67,7 +67,7 @@ class StreamedBlocks:
         self.num_resident = num_resident
         self._first_on_host = placement.first_on_host
         self._link, self._placement = link, placement
-        self._num_blocks, self._step_rows = placement.num_blocks, placement.limits.step_rows
+        self.capacity, self._step_rows = placement.capacity, placement.limits.step_rows
         self._block = (2, config.num_kv_heads, block_size, config.head_dim)
 
         def on_device(*shape: int) -> Tensor:
@@ -98,10 +98,6 @@ class StreamedBlocks:
         self._start = self._stop = 0  # of the pass under way
         self._first_row = 0  # position of the first row that attends in it
         self._seen = 0  # position behind the last token that rows attend to in it
-
-    @property
-    def capacity(self) -> int:
-        return self._num_blocks * self.block_size
 
     @property
     def placement(self) -> Placement:

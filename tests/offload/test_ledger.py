@@ -176,7 +176,7 @@ def conversation(models, turns=3, room=2000, *, in_one_run=False, **settings):
                 addresses.note("full cache", caches.full.blocks.held(), "resident_kv", "ring", "open_stretches")
                 if event.index:
                     assert caches.streaming and caches.retrieval
-                    addresses.note(f"mass in turn {turn}", caches.full._mass.held(), "mass")
+                    addresses.note(f"mass in turn {turn}", caches.full.mass.held(), "mass")
                     addresses.note(f"draft's cache{of_turn}", caches.streaming.held(), "draft_kv")
                     addresses.note(f"retrieval cache{of_turn}", buffers_of(caches.retrieval), "retrieval")
             elif len(sequence.statistics.token_ids) == 24:

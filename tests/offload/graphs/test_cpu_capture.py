@@ -348,7 +348,7 @@ def test_steps_are_prepared_for_a_cache(tmp_path, monkeypatch, family, dtype) ->
     plain, tokens = Passes(decoder, caches[1]), iter(torch.tensor(random_tokens(90, seed=5)).split(1))
     for cache in caches:
         cache.keep_mass(0)
-    places = [caches[0].place(layer) is not None for layer in range(decoder.config.num_layers)]
+    places = [caches[0].places[layer] is not None for layer in range(decoder.config.num_layers)]
     level, take = [named[0] for named in AttentionCall._fields_].index("level"), PreparedStep.__call__
     taken: list[int] = []
     fails = 0  # the step of a pass that does, as where there is no memory
