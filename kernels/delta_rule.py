@@ -53,10 +53,12 @@ class DeltaWeights:
 
     @property
     def value_heads(self) -> int:
+        """This rank's; each has a state of its own."""
         return self.decay.shape[0]
 
     @property
     def value_dim(self) -> int:
+        """Numbers of a value head: a state is `[key_dim, value_dim]`."""
         return (self.conv.shape[1] - 2 * self.key_heads * self.key_dim) // self.value_heads
 
     @property

@@ -45,6 +45,7 @@ class Layout:
 
     @property
     def tiles(self) -> int:
+        """`GROUP` tokens of one head with all channels: their exceptions follow one another."""
         return self.num_kv_heads * self.tokens // GROUP
 
     @property
@@ -54,18 +55,22 @@ class Layout:
 
     @property
     def below(self) -> int:
+        """Offset of the distances to the largest exponent, half a byte each, behind a byte for each value."""
         return self.values
 
     @property
     def starts(self) -> int:
+        """Offset of `tiles + 1` words of 32 bits: the number of exceptions before each tile, and in all."""
         return self.below + self.values // 2
 
     @property
     def exceptions(self) -> int:
+        """Offset of the exceptions, a word of 32 bits each."""
         return self.starts + 4 * (self.tiles + 1)
 
     @property
     def largest(self) -> int:
+        """Offset of each group's largest exponent, a byte each."""
         return self.exceptions + 4 * self.capacity
 
     @property

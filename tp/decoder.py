@@ -190,6 +190,7 @@ class _Attention:
 
     @property
     def vectors(self) -> tuple[Tensor | None, ...]:
+        """What is held besides matrices."""
         return self.q_norm, self.k_norm, self.o_bias
 
 
@@ -205,6 +206,7 @@ class _LinearAttention:
 
     @property
     def vectors(self) -> tuple[Tensor, ...]:
+        """What is held besides matrices."""
         return *self.delta.tensors(), self.norm
 
 
@@ -229,6 +231,7 @@ class _Layer:
 
     @property
     def weights(self) -> tuple[Weight, ...]:
+        """All matrices."""
         return self.attention.inputs, self.attention.o, *self.mlp.weights
 
 
@@ -575,6 +578,7 @@ class _Progress:
         self._total = forward_work(config, start, n) if callback else 0.0
 
     def add(self, n: int) -> None:
+        """Says that a layer has computed `n` further rows."""
         if self._callback is None:
             return
         self._done += forward_work(self._config, self._start + self._row, n) / self._config.num_layers

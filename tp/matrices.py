@@ -108,6 +108,7 @@ class Matrix:
 
     @property
     def numbers(self) -> int:
+        """Numbers that the rank holds, those of the bias included."""
         return prod(self.shape) + self.bias * self.shape[0]
 
     def of_expert(self, number: int) -> Matrix:
@@ -324,6 +325,7 @@ class GatedMlp:
 
     @property
     def weights(self) -> tuple[Weight, ...]:
+        """All matrices."""
         return self.gate_up, self.down
 
     def of(self, rows: Tensor, *, norm: Tensor | None = None, eps: float = 0.0, onto: Tensor | None = None) -> Tensor:
@@ -364,6 +366,7 @@ class SharedExpert:
 
     @property
     def weights(self) -> tuple[Weight, ...]:
+        """All matrices."""
         return *self.mlp.weights, self.gate
 
     def of(self, rows: Tensor) -> Tensor:
@@ -418,6 +421,7 @@ class ExpertMlps:
 
     @property
     def weights(self) -> tuple[Weight, ...]:
+        """All matrices, those of every expert included."""
         shared = self.shared.weights if self.shared else ()
         if self.stacked:
             return DenseWeight(self.router), *(QuantisedWeight((matrix,)) for matrix in self.stacked), *shared

@@ -113,6 +113,7 @@ class _Room:
 
     @property
     def size(self) -> int:
+        """Bytes."""
         return self.stop - self.first
 
 

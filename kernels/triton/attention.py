@@ -139,6 +139,7 @@ def attend_triton(
 
 
 def ceil_div(a: int, b: int) -> int:
+    """`a / b`, rounded up."""
     return -(-a // b)
 
 

@@ -46,9 +46,17 @@ class StoredTensors(Protocol):
     """The part of `checkpoint.Checkpoint` that is needed here. Tensors are brought to where they are used first, so
     that it is a GPU that puts them in order."""
 
-    def has(self, name: str) -> bool: ...
+    def has(self, name: str) -> bool:
+        """Whether there is a tensor of this name."""
+        ...
 
-    def stored(self, name: str, *shape: int, dtypes: tuple[torch.dtype, ...]) -> Tensor: ...
+    def stored(self, name: str, *shape: int, dtypes: tuple[torch.dtype, ...]) -> Tensor:
+        """A copy of the tensor as it is stored, on the device.
+
+        Raises:
+            ModelError: it is missing, or has another shape or number format.
+        """
+        ...
 
 
 class Quantisation(ABC):

@@ -47,6 +47,7 @@ class GgufTensor:
 
     @property
     def num_bytes(self) -> int:
+        """Bytes that it takes in the file."""
         return form_bytes(self.form, self.shape)
 
 

@@ -42,6 +42,7 @@ class Preset:
 
     @classmethod
     def load(cls, path: Path) -> Preset:
+        """Reads `NAME.json` of the package."""
         raw = json.loads(path.read_text(encoding="utf-8"))
         within = _PACKAGE if raw.get("in_package") else Path()
         return cls(
