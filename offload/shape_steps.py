@@ -29,7 +29,7 @@ from .planning.cost_model import Assumptions
 from .planning.memory import plan_here
 from .planning.request import RunRequest
 from .settings import MOST_BLOCK_LENGTH, Settings
-from .speculation.lengths import DraftTokens, PassCost, best_length, seconds_per_token
+from .speculation.lengths import DraftTokens, PassCost, StepCost, seconds_per_token
 from .transfer.bandwidth import timed
 from .transfer.link import make_link
 from .transfer.staged.block_file import DiskSpace
@@ -204,7 +204,8 @@ class ShapeSteps:
         if planned.fixed is not None:
             return planned.fixed
         one, many = (min(self._timed(passes, rows)) for rows in (1, planned.most + 1))
-        return best_length(PassCost.through(one, many, planned.most + 1), min(drafted), rate, planned.most)[0]
+        cost = PassCost.through(one, many, planned.most + 1)
+        return StepCost(cost, min(drafted), rate).best(0, planned.most)[0]
 
     def _timed(self, passes: Passes, rows: int) -> list[float]:
         for _ in range(self._untimed - 1):

@@ -187,18 +187,6 @@ class StepCost:
         return (self.draft_seconds + row) / seconds
 
 
-def best_length(cost: PassCost, draft_seconds: float, rate: float, longest: int) -> tuple[int, float]:
-    """The number of tokens to draft for a pass, 0 to `longest`, and the expected seconds per token it gives.
-
-    Args:
-        cost: of the pass that tests the draft.
-        draft_seconds: time per draft token.
-        rate: probability that one is accepted.
-        longest: the largest number to consider.
-    """
-    return StepCost(cost, draft_seconds, rate).best(0, longest)
-
-
 @dataclass(frozen=True)
 class DraftTokens:
     """How many tokens are drafted for one pass."""
@@ -227,5 +215,5 @@ def fastest_length(
     length = planned.fixed
     if length is None:
         cost = PassCost.through(seconds(1), seconds(planned.most + 1), planned.most + 1)
-        length, _ = best_length(cost, draft_seconds, rate, planned.most)
+        length, _ = StepCost(cost, draft_seconds, rate).best(0, planned.most)
     return length, seconds_per_token(length, draft_seconds, seconds(length + 1), rate)

@@ -1,7 +1,7 @@
 """Lengths follow from costs and acceptance; the refresh policy from what a refresh costs and brings."""
 
 import pytest
-from triforce.offload.speculation.lengths import Acceptance, PassCost, best_length, expected_tokens
+from triforce.offload.speculation.lengths import Acceptance, PassCost, StepCost, expected_tokens
 from triforce.offload.speculation.refresh import RefreshPolicy
 from triforce.tp.errors import UsageError
 
@@ -58,12 +58,12 @@ def test_acceptance_counts_only_what_was_tested():
 )
 def test_best_length_at_the_extremes(draft_seconds, rate, want):
     cost = PassCost(base=1.0, per_row=0.001)
-    assert best_length(cost, draft_seconds, rate, 16)[0] == want
+    assert StepCost(cost, draft_seconds, rate).best(0, 16)[0] == want
 
 
 def test_best_length_drafts_further_when_more_is_accepted():
     cost = PassCost(base=1.0, per_row=0.01)
-    lengths = [best_length(cost, 0.05, rate, 30)[0] for rate in (0.2, 0.5, 0.8, 0.95, 0.99)]
+    lengths = [StepCost(cost, 0.05, rate).best(0, 30)[0] for rate in (0.2, 0.5, 0.8, 0.95, 0.99)]
     assert lengths == sorted(lengths)
     assert lengths[0] < lengths[-1]
 
