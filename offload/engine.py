@@ -265,8 +265,8 @@ class Engine:
             requests: at least one; further ones can be added while the batch runs.
             max_sequences: that are decoded together; further ones wait.
             expected: sequences that memory is planned for at the start, where more than `requests` are to join.
-            in_slices: whether prompts are read in slices, so that one may end while it is read, and of one that joins
-                others between their rounds: TBT at most doubles. Otherwise they wait, which is sooner done in all.
+            in_slices: whether the prompt of one that joins others is read in slices between their rounds: TBT at most
+                doubles. Otherwise they wait, which is sooner done in all.
             on_prefill: called with a sequence's index and the share of its prefill done, 0 to 1.
             tiers, interrupted: see `stream`.
             reuse, on_memory, contexts: see `stream`; of the first sequence.

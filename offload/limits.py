@@ -50,9 +50,9 @@ class Limits:
     """Blocks on their way from host memory that is not page-locked: one in use, one being copied on, and four being
     copied."""
     disk_buffers: int = 12
-    """Blocks in host memory on their way from a disk: four being read, which a disk needs for its full speed, and as
-    many as it reads meanwhile when a layer's blocks in memory are attended to (over 131,072 tokens of which a quarter
-    was there, a verification took 340 ms with 12, 390 with 6)."""
+    """Blocks in host memory on their way from a disk: those being read (six, of which a disk needs four for its full
+    speed), and as many as it reads while a layer's blocks in memory are attended to (over 131,072 tokens of which a
+    quarter was there, a verification took 340 ms with 12, 390 with 6)."""
     open_slack: int = 512
     """Tokens of room behind an open block: more than a pass over few tokens brings. A longer one uses the workspace."""
     window_slack: int = 2048

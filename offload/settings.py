@@ -10,7 +10,8 @@ from ..tp.errors import UsageError
 from ..tp.model.rope_option import parse_rope_scaling
 
 MOST_SEQUENCES = 64
-"""Sequences that are decoded together at most; more rows in a pass would be computed with another arithmetic."""
+"""Sequences that are decoded together at most: of more, fewer than two draft tokens each would fit into the rows of a
+step (`STEP_ROWS`), beyond which a pass is computed with another arithmetic."""
 
 MOST_BLOCK_LENGTH = 256
 """Tokens that a pass over the full cache may be asked to verify."""

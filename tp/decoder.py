@@ -43,7 +43,7 @@ PREFILL_ROWS = 4096
 """Tokens that are computed together in a layer at most, which bounds the activations of a long prefill."""
 
 TAIL_ROWS = 1024
-"""The same for the last tokens of a prompt, behind the last whole `PREFILL_ROWS`."""
+"""The same for the last tokens of a prompt, behind the last whole `PREFILL_ROWS` that end so many before its end."""
 
 PREFILL_TOKENS = 131_072
 """Tokens of a longer prompt that go through all layers before the next ones do, which bounds their hidden states: of a
@@ -174,7 +174,8 @@ class Cache(Protocol):
         ...
 
     def rollback(self, length: int) -> None:
-        """Removes every token from position `length` on, exactly as if they had never been added."""
+        """Removes every token from position `length` on, as if they had never been added; also earlier ones, where what
+        it has for so few tokens is gone: its own `length` says what is left."""
         ...
 
 

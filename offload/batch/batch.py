@@ -67,7 +67,7 @@ class Batch(Iterator[tuple[int, Round]]):
         """Has a further sequence join before the next round; its index. For rank 0."""
         target = self._setup.target
         if target.ranks.rank == 0:
-            order = Order.or_error(request, target.config, self._setup.saved)
+            order = Order.or_error(request, target.config, self._setup.contexts)
             self._added.append(BatchSequence(order, self._clock(), request))
             self.sequences.append(self._added[-1])
         return len(self.sequences) - 1

@@ -207,7 +207,7 @@ class KeptCache:
         if text and old and same and old.capacity >= request.context:
             going_on = self._going_on(old, plan)
             if going_on:
-                self._take(text, shared)
+                self._retire(text, shared)
                 with self._taking(text):
                     old.rollback(shared)
                 return self._known(old, prompt), going_on
@@ -244,7 +244,7 @@ class KeptCache:
                 if alone and (not plan.fits or plan.resident_kv >= before.resident_kv):
                     raise  # else others have taken memory since it was planned
         if text and old:
-            self._take(text, shared)
+            self._retire(text, shared)
             builders = {holder for full in self.caches for holder in full.holders if holder.prefix is old}
             with self._taking(text):
                 cache.move_from(old, shared)
@@ -284,9 +284,9 @@ class KeptCache:
                 cache = self._make(plan, prefix=prefix)
                 break
             except CapacityError:  # others have taken memory since it was planned
-                if not self._spare(text):
+                if not self._droppable(text):
                     raise
-                self._drop(self._spare(text)[0])
+                self._drop(self._droppable(text)[0])
         if text and shared:
             cache.copy_from(text.full, shared)
         if superseded:
@@ -323,7 +323,7 @@ class KeptCache:
             text.full.end_run()
             self._texts.remove(text)
             self._texts.append(text)
-            self._cut(text, text.full.length)  # it may be shorter than what it was taken over from
+            self._drop_builders(text, text.full.length)  # it may be shorter than what it was taken over from
             if text.full.length <= text.full.start:
                 self._empty(text)
 
@@ -351,12 +351,12 @@ class KeptCache:
         if text.full.prefix:
             self._drop(text)
             return
-        self._cut(text, 0)
+        self._drop_builders(text, 0)
         text.tokens = []
         self._texts.remove(text)
         self._texts.insert(0, text)
 
-    def _cut(self, text: KnownText, length: int) -> None:
+    def _drop_builders(self, text: KnownText, length: int) -> None:
         """Drops who builds on more of a text than so many tokens."""
         for one in [one for one in self._texts if one.start_behind(text) > length]:
             self._drop(one)
@@ -371,7 +371,7 @@ class KeptCache:
         for text in [text for text in self._texts if not text.in_use]:
             self._drop(text)
 
-    def _spare(self, text: KnownText | None) -> list[KnownText]:
+    def _droppable(self, text: KnownText | None) -> list[KnownText]:
         """The caches that are not needed, the one used last the latest: not of `text`, nor of who builds on it."""
         needed = [one for one in self._texts if one.in_use or one is text]
         holders = {holder for one in needed for holder in one.full.holders}
@@ -379,7 +379,7 @@ class KeptCache:
 
     def _oldest(self, text: KnownText | None) -> KnownText | None:
         """Of those that are spare the one that is to go first: nobody builds on it."""
-        spare = self._spare(text)
+        spare = self._droppable(text)
         built_on = {holder for one in spare for holder in one.full.holders[:-1]}
         return next((one for one in spare if one.full not in built_on), None)
 
@@ -395,7 +395,7 @@ class KeptCache:
         Raises:
             CapacityError: without them all there would not be so much memory; none is dropped.
         """
-        spare, on_disk = self._spare(text), not beside
+        spare, on_disk = self._droppable(text), not beside
         if not spare:
             return text
         best = self._plan(request, replaces=None if beside else text, without=spare, on_disk=on_disk)
@@ -418,9 +418,9 @@ class KeptCache:
         leaves = plan.request.settings.host_memory is not None or free - plan.host_total >= LEFT_FREE * all_free
         return plan.fits and leaves and (plan.placement, plan.budget) == (best.placement, best.budget)
 
-    def _take(self, text: KnownText, shared: int) -> None:
+    def _retire(self, text: KnownText, shared: int) -> None:
         """Has a text be another one, which goes on from its first `shared` tokens: who builds on more is dropped."""
-        self._cut(text, shared)
+        self._drop_builders(text, shared)
         self._texts.remove(text)
 
     @contextmanager
@@ -430,7 +430,7 @@ class KeptCache:
             yield
         except BaseException:
             self.drafting = None  # which would hold the cache
-            self._cut(text, 0)
+            self._drop_builders(text, 0)
             raise
 
     def _make(
@@ -505,7 +505,10 @@ class KeptCache:
         `needed`, as far as host memory has room for them. Every rank calls it, and the one with the least memory
         counts."""
         holders = dict.fromkeys(holder.blocks for cache in caches for holder in cache.holders)
-        ranks, may = self._decoder.ranks, bool(self._spare(None)) or any(blocks.footprint.spare for blocks in holders)
+        ranks, may = (
+            self._decoder.ranks,
+            bool(self._droppable(None)) or any(blocks.footprint.spare for blocks in holders),
+        )
         if not may and ranks.size == 1:
             return
         found = self._system.device_memory(self._decoder.device)
@@ -524,7 +527,7 @@ class KeptCache:
     def fits(self, request: RunRequest) -> bool:
         """Whether there is memory for such a run, in place of all that has ended, with hardly more on a disk than its
         first sequence has there alone. Every rank calls it."""
-        plan = self._plan(request, replaces=None, without=self._spare(None))
+        plan = self._plan(request, replaces=None, without=self._droppable(None))
         return plan.fits and (
             not plan.disk_kv or plan.disk_kv <= _MORE_ON_DISK * make_plan(replace(plan.request, sequences=1)).disk_kv
         )

@@ -119,8 +119,8 @@ class Run(Iterator[Event]):
         return event
 
     def end(self, sequence: BatchSequence) -> None:
-        """Ends a sequence with the round that is under way, or before it begins; in a run in slices also while its
-        prompt is read. Its statistics stay. For rank 0."""
+        """Ends a sequence with the round that is under way, or before it begins, or while its prompt is read. Its
+        statistics stay. For rank 0."""
         sequence.asked_to_end = True
 
     def end_all(self) -> None:
@@ -376,7 +376,8 @@ class Run(Iterator[Event]):
             if beside and not self._setup.reads_in_one_pass(beside, sequence):
                 return None
             if others >= self._most:
-                sequence.waits_for = f"{others} sequences are decoded together; --max-sequences raises that"
+                remedy = "--max-sequences raises that" if self._most < MOST_SEQUENCES else "that is the maximum"
+                sequence.waits_for = f"{others} sequences are decoded together; {remedy}"
                 continue
             if self._short_of_memory and others:
                 return None
@@ -568,7 +569,7 @@ class Run(Iterator[Event]):
         if work is RetrievalWork.NONE:
             return [*running]
         chooses = work is not RetrievalWork.REBUILD
-        for sequence in [one for one in running if not one.active.drafts]:
+        for sequence in [one for one in running if not one.active.drafting_filled]:
             opened = sequence.active
             fill = partial(opened.fill_drafting_caches, looks_up=self._setup.looks_up, chooses=chooses)
             began = self._system.clock()

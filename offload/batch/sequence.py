@@ -39,7 +39,8 @@ class Round:
     accepted: int
     """Those of them that were accepted."""
     refreshed: bool
-    """Whether the retrieval cache was refreshed after it."""
+    """Whether chunks of the retrieval cache were chosen anew after it, as `--refresh` says: not where they are because
+    drafting begins again."""
 
 
 @dataclass(eq=False, kw_only=True)
@@ -58,7 +59,7 @@ class ActiveSequence(TokenSequence):
     traffic_before: Traffic = field(default_factory=Traffic)
     read_before: ReadCounter = field(default_factory=ReadCounter)
     """What attention had read when its prefill ended."""
-    drafts: bool = False
+    drafting_filled: bool = False
     """Whether the drafting tiers' caches were filled: they are before the first round for which anything may be
     drafted."""
 
@@ -84,7 +85,7 @@ class ActiveSequence(TokenSequence):
             self.retrieval.refresh(at_once=True) if chooses else self.retrieval.reserve()
         if looks_up:
             self.lookup.occurrences.follow(self.context)
-        self.drafts = True
+        self.drafting_filled = True
 
     def held(self) -> Held:
         """See `offload.held`."""
@@ -95,7 +96,7 @@ class ActiveSequence(TokenSequence):
         yield from self.passes["verify"].held()
 
     @property
-    def still_to_come(self) -> int:
+    def unallocated_bytes(self) -> int:
         """Bytes that it may take on the device and keep, from its first rounds on, of those that are planned."""
         plan = self.plan
         parts = {"retrieval": plan.retrieval, "mass": plan.mass, "scratch": plan.scratch}

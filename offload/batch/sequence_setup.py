@@ -142,7 +142,7 @@ class SequenceSetup:
         return self._models.kept.memory_bytes
 
     @property
-    def saved(self) -> ModelContexts | None:
+    def contexts(self) -> ModelContexts | None:
         """The contexts that are saved for the target."""
         return self._models.contexts
 
@@ -168,7 +168,7 @@ class SequenceSetup:
             active, draft = sequence.active, self._models.draft
             # States are of the tokens so far.
             stateless = not (self.target.part.linear or (draft and (draft.part.linear or draft.config.is_head)))
-            stays = last and stateless and active.drafts
+            stays = last and stateless and active.drafting_filled
             self._models.kept.end(sequence.context, active.drafting if stays else None)
 
     def drop_drafting(self) -> None:
@@ -219,8 +219,8 @@ class SequenceSetup:
                 adapts = self.target.device.type == "cpu" and models.settings.threads is None
                 self.threads = DecodingThreads(adapts and self.tiers[0].control.adapts_to_time)
         else:
-            to_come = sum(one.active.still_to_come for one in running)
-            request = replace(request, beside=len(running), to_come=to_come)
+            unallocated = sum(one.active.unallocated_bytes for one in running)
+            request = replace(request, beside=len(running), unallocated_bytes=unallocated)
             full, plan = self._full_cache(sequence, request, first=False)
         sequence.active_or_none = self._activated(sequence, full, plan, matcher)
         models.kept.others.add(sequence.active_or_none)
@@ -266,19 +266,19 @@ class SequenceSetup:
             if own.retrieval and held_bytes(own.retrieval.held()):  # it has stayed; nobody else runs
                 passing += own.plan.prefill_of(own.full.length, len(reading.context))
             else:
-                passing = max(passing + own.plan.between_slices, own.plan.prefill - own.still_to_come)
+                passing = max(passing + own.plan.between_slices, own.plan.prefill - own.unallocated_bytes)
                 if own.full.under_way:  # it is taken
                     passing -= own.plan.between_slices
         if self._models.settings.resident is None:  # what is set by hand may take the reserve
             passing += caches[0].plan.reserve_parts.get("fragmentation", 0) // 2
-        return passing + sum(one.still_to_come for one in caches)
+        return passing + sum(one.unallocated_bytes for one in caches)
 
     def filling(self, sequences: Sequence[BatchSequence]) -> float:
         """Seconds that filling the drafting caches of those whose are empty takes, for each token of each that is still
         to come. Of sequences that run, or will, together."""
-        empty = sum(not one.active.drafts for one in sequences)
-        to_come = sum(one.missing for one in sequences)
-        return empty * self._filling_s * len(sequences) / max(1, to_come)
+        empty = sum(not one.active.drafting_filled for one in sequences)
+        tokens_left = sum(one.missing for one in sequences)
+        return empty * self._filling_s * len(sequences) / max(1, tokens_left)
 
     def note_filling(self, seconds: float) -> None:
         """Is told how long the drafting caches of a sequence took to be filled."""

@@ -60,7 +60,7 @@ class RunRequest:
     """Whether that one's blocks stream: then a prefill collects them a layer at a time."""
     beside: int = 0
     """Sequences that run already: rounds are of all together, and the prompt is read in slices between them."""
-    to_come: int = 0
+    unallocated_bytes: int = 0
     """Bytes that these may still take on the device, and keep."""
     sequences: int = 1
     """That are decoded together, each with an answer of its own to the same text."""

@@ -70,11 +70,11 @@ LOOKUP_BYTES = 130
 """Of a token's place in the index that tokens are looked up in: an entry of a dictionary and one of an array."""
 
 TAIL_ROUNDS = 3
-"""Rounds in which all draft tokens are accepted after which chunks are chosen anew at the latest, where that is left
-open."""
+"""Rounds in which all draft tokens are accepted that a tail has room for until chunks are chosen anew, where that is
+left open; one more comes while they are copied."""
 
 LEAST_BUDGET = 256
-"""Tokens of a retrieval cache at least, where their number is left open."""
+"""Tokens of a retrieval cache at least, in whole chunks, where their number is left open."""
 
 RETRIEVAL_SHARE = 1 / 8
 """Of a GPU's memory: what the retrieval caches of several sequences take together at most, where that is left open."""
@@ -281,7 +281,7 @@ class RunPlan:
         lasting = (
             self.ring + self.open_stretches + self.windows + self.states + self.rope + self.draft_kv + self.scratch
         )
-        return lasting + self.captured + self.request.to_come + max(self.decoding, self.reading)
+        return lasting + self.captured + self.request.unallocated_bytes + max(self.decoding, self.reading)
 
     @property
     def cuda_context(self) -> int:
@@ -379,7 +379,7 @@ class RunPlan:
             parts += f", with {gib(self.disk_kv)} on disk"
         limit = request.settings.host_memory
         if (
-            limit
+            limit is not None
             and shortage.where in ("host memory", "memory")
             and shortage.available >= int(limit * 2**30) // request.gpus
         ):
@@ -421,8 +421,9 @@ def make_plan(request: RunRequest, placement: Placement | None = None) -> RunPla
     retrieved = part.kv_bytes_per_token(request.dtype)
     budget = planned_budget(settings, request.context)
     if request.gpu_bytes and request.sequences > 1 and settings.budget is None:
-        while budget > LEAST_BUDGET and request.sequences * budget * retrieved > RETRIEVAL_SHARE * request.gpu_bytes:
-            budget = max(LEAST_BUDGET, budget // 2) // chunk_size * chunk_size
+        least = -(-LEAST_BUDGET // chunk_size) * chunk_size
+        while budget > least and request.sequences * budget * retrieved > RETRIEVAL_SHARE * request.gpu_bytes:
+            budget = max(least, budget // 2 // chunk_size * chunk_size)
     models = [request.matrices, *([request.small_matrices] if request.small_matrices else [])]
     embedding = sum(one.embedding_bytes(request.dtype) for one in models) if request.host_embedding else 0
     weights = sum(one.num_bytes(request.dtype) for one in models) - embedding

@@ -176,7 +176,7 @@ class DraftControl:
         step = StepCost(self.cost, draft_seconds, self.acceptance.rate, batch, filling=filling)
         if self.fixed is not None:
             self.draft_tokens = min(self.fixed, most)
-            seconds = step.best(0, min(self.longest, most))[1]
+            seconds = step.seconds_per_token(self.draft_tokens)
         elif self.adapts_to_time:
             self.draft_tokens, seconds, self.asked_next = self._by_time(step, most)
         else:

@@ -56,8 +56,9 @@ class Occurrences:
             tokens.pop()
 
     def longest(self) -> tuple[int, int]:
-        """Of the places where the last tokens came before, the one with the longest match, of equally long ones the
-        latest: the position behind it, and the tokens that match; 0 tokens for none."""
+        """Of the latest `_CANDIDATES` places where the last tokens came before, the one with the longest match, of
+        equally long ones the latest: the position behind it, and the tokens that match, `_MOST_COMPARED` at most; 0
+        tokens for none."""
         tokens, length = self._tokens, len(self._tokens)
         place, best = 0, 0
         at = self._before[-1] if length >= SHORTEST else -1

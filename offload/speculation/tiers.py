@@ -5,7 +5,7 @@ what it emits is distributed exactly as its own decoding would be. A tier withou
 Three tiers (small model, target on a retrieval cache, target on the full cache) are three of these in a row. How far
 each drafts is decided by its `DraftControl`.
 
-Sequences that are decoded together take every step together: one pass for all of them.
+Sequences that are decoded together take their steps together: one pass for all of them that still ask for tokens.
 """
 
 from __future__ import annotations

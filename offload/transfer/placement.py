@@ -129,8 +129,8 @@ def block_slot(num_kv_heads: int, block_size: int, head_dim: int) -> Layout:
 def block_size_for(
     capacity: int, chunk_size: int, split: int | None = None, largest: int = LIMITS.largest_block
 ) -> int:
-    """Tokens of a block for a context of up to `capacity`: at most `largest`, with little more room in all than asked
-    for. Whole splits (of `split` tokens, if that is given), then whole chunks."""
+    """Tokens of a block for a context of up to `capacity`, with little more room in all than asked for: whole splits
+    (of `split` tokens, if that is given), at most `largest`, and then as many more as whole chunks take."""
     split = split or _split(capacity)
     splits = -(-capacity // split)
     most = min(largest // split, -(-splits // 4))
@@ -187,7 +187,7 @@ def place_streamed(
     limits: Limits = LIMITS,
 ) -> Placement:
     """As many blocks on the device as `resident_bytes` hold, but not all; the others stream, packed if asked for. On a
-    GPU they are whole splits of its kernels, however short the context."""
+    GPU they are whole splits of its kernels, however short the context, and what whole chunks take besides."""
     token_bytes = part.kv_bytes_per_token(dtype)
     split = SPLITS[1] if on_gpu else _split(capacity)
     smallest = max(1, SMALLEST_COPY * part.kv_layers // token_bytes // split) * split

@@ -1,9 +1,10 @@
 """The ring: a few device buffers through which blocks of host memory flow, each used once and overwritten.
 
-It keeps as many copies under way as it has buffers, so that the link is busy while a block is attended, and between
-layers too. What comes packed is unpacked into one more buffer, several blocks at once where they are small. Between
-passes, blocks that become whole on the device leave through the same buffers. Blocks that the link cannot copy from
-where they lie go through `staging` as well. It knows neither CUDA nor what a block means.
+It keeps as many copies under way as it has buffers (but for the one whose block is attended to as it came), so that the
+link is busy while a block is attended to, and between layers too. What comes packed is unpacked into one more buffer,
+several blocks at once where they are small. Between passes, blocks that become whole on the device leave through the
+same buffers. Blocks that the link cannot copy from where they lie go through `staging` as well. It knows neither CUDA
+nor what a block means.
 """
 
 from __future__ import annotations

@@ -405,12 +405,12 @@ def test_a_draft_that_reads_between_two_slices_of_another_prompt_is_planned(tmp_
         for _ in run:
             counted.check("in a run")
             running, reading = ([one for one in run.live if one.state == state] for state in ("running", "reading"))
-            if running and reading and not running[0].active.drafts:
+            if running and reading and not running[0].active.drafting_filled:
                 free = run._setup.next_bytes(running, reading[0])
                 before = simulator.live
                 next(run)
                 taken.append((simulator.peak - before) / free)
-                assert running[0].active.drafts
+                assert running[0].active.drafting_filled
     assert counted.fullest > 0.8
     assert len(taken) == 1 and 0.8 < taken[0] <= 1, "what is to be free before that round"
 

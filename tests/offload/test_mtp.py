@@ -176,7 +176,7 @@ def test_a_turn_of_few_tokens_goes_on_with_what_is_known_of_them(tmp_path):
         run = engine.stream(text, GREEDY, 40, ignore_eos=True)
         for _ in run:
             active = run.sequence.active_or_none
-            if active and active.drafts and active.streaming:
+            if active and active.drafting_filled and active.streaming:
                 assert active.streaming._origins[0] > 600
         stats = run.stats()
         assert stats["reused_tokens"] >= len(TEXT) - 1 and stats["acceptance"]["draft_per_token"] == 1.0

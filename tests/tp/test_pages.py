@@ -72,7 +72,7 @@ def test_weights_come_where_those_were_that_they_were_put_together_from():
     def weight(size):
         return weight_memory((size,), torch.uint8, torch.device("cpu")).fill_(7)
 
-    before, held = resident(), []
+    before, held, parts = resident(), [], []
     for layer in range(64):
         parts = [weight(2**19), weight(2**20 + layer), weight(2**19)]  # of sizes that are not quite alike
         held.append(weight(2**21 + 5))

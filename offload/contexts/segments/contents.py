@@ -19,7 +19,7 @@ RUN = 1024
 
 PACKED_RUN = 512
 """The same where they are packed. The keys of a KV head at these positions are packed together, and so are the values.
-Blocks that stream to GPUs are whole multiples of it."""
+Blocks that stream to GPUs are whole multiples of it, where whole chunks are."""
 
 DTYPES = {"float32": ("F32", 4), "bfloat16": ("BF16", 2), "float16": ("F16", 2)}
 """What safetensors calls a number format, and the bytes of a number."""

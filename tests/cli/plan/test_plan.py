@@ -113,6 +113,13 @@ def test_sequences_over_one_text_share_its_stream(capfd):
     assert "8 sequences over one text" in plan(capfd, *given, "--batch", 8).out
 
 
+@pytest.mark.parametrize("chunk", [48, 512])
+def test_the_budget_of_many_sequences_stays_whole_chunks_of_256_tokens_at_least(capfd, chunk):
+    given = "--model", "qwen3-8b", "--gpu", "rtx4090", "--context", 32768, "--tiers", 2, "--batch", 64
+    document = json.loads(plan(capfd, *given, "--chunk-size", chunk, "--json", "-").out)
+    assert document["settings"]["budget"] == -(-256 // chunk) * chunk and document["per_gpu_bytes"]["retrieval"] > 0
+
+
 def test_options_reach_the_plan(capfd):
     asked = ("--model", "qwen3-8b", "--gpu", "rtx4090", "--gpus", 2, "--context", 32768, "--tiers", 2, "--resident", 3)
     lengths = ("--budget", 512, "--chunk-size", 16, "--block-length", 9, "--draft-length", 3)

@@ -354,7 +354,7 @@ def test_memory_that_no_token_has_come_to_is_promised_to_who_runs_and_is_not_giv
     assert not kept.fits(request), "the first one will take what is free"
     first.close()
     kept.end_all(broken=False)
-    without = kept._plan(request, replaces=None, without=kept._spare(None))
+    without = kept._plan(request, replaces=None, without=kept._droppable(None))
     assert without.request.host_bytes < available + loaded + half
 
 

@@ -146,6 +146,8 @@ def test_too_little_memory_is_an_error_that_says_how_much_is_enough(models):
     enough = least(models)
     with pytest.raises(CapacityError, match=r"on disk\), but --host-memory leaves it .*give --host-memory .* or more"):
         load(models, host_memory=enough / 2).generate(PROMPT, GREEDY, 4)
+    with pytest.raises(CapacityError, match=r"--host-memory leaves it 0\.0 MiB; give --host-memory .* or more"):
+        load(models, host_memory=0.0).generate(PROMPT, GREEDY, 4)
     with pytest.raises(UsageError, match="host-memory is -1"):
         load(models, host_memory=-1.0)
 

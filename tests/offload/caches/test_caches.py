@@ -448,7 +448,7 @@ def test_after_a_sampled_run_every_cache_equals_a_replay(tmp_path):
     for event in run:
         tokens += event.tokens
         assert run.sequence.active.full.length == len(tokens) - 1
-        assert run.sequence.active.drafts == (event.index > 0), "caches are filled for the first round"
+        assert run.sequence.active.drafting_filled == (event.index > 0), "caches are filled for the first round"
         if event.index % 7 or not event.index:
             continue
         assert run.sequence.active.retrieval and run.sequence.active.streaming

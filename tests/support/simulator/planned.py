@@ -29,7 +29,7 @@ def planned(caches: ActiveSequence, beside: int) -> RunPlan:
     if plan.budget != planned_budget(settings, plan.request.context):  # several together have less
         settings = replace(settings, budget=plan.budget)
     gpu = {"gpu_bytes": PLENTY, "gpu_total_bytes": PLENTY, "kernels": False}
-    request = replace(plan.request, settings=settings, sequences=1, beside=beside, to_come=0, **gpu)
+    request = replace(plan.request, settings=settings, sequences=1, beside=beside, unallocated_bytes=0, **gpu)
     return make_plan(request, placement)
 
 
