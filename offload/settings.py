@@ -10,7 +10,7 @@ from ..tp.errors import UsageError
 from ..tp.model.rope_option import parse_rope_scaling
 
 MOST_SEQUENCES = 64
-"""Sequences that are decoded together at most: of more, fewer than two draft tokens each would fit into the rows of a
+"""Sequences that are decoded together at most: of many more, hardly a draft token each would fit into the rows of a
 step (`STEP_ROWS`), beyond which a pass is computed with another arithmetic."""
 
 MOST_BLOCK_LENGTH = 256

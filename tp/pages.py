@@ -7,6 +7,7 @@ too: attention of 1 to 16 rows to 32,768 keys took 5 to 11 % less time (AMD EPYC
 
 from __future__ import annotations
 
+import bisect
 import mmap
 import threading
 import weakref
@@ -102,6 +103,10 @@ def _part(pages: mmap.mmap, first: int, size: int) -> Tensor:
 _PIECE = 2**25
 """Bytes of a piece that weights are put into, one after another."""
 
+_MOST_ROOMS = 64
+"""Free ranges that are remembered, the largest ones: a large model has thousands of pieces, and few weights that fit
+into what is left of one."""
+
 
 @dataclass(frozen=True)
 class _Room:
@@ -124,40 +129,43 @@ class _Pieces:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._rooms: list[_Room] = []
+        self._rooms: list[_Room] = []  # by size
         self._left: deque[_Room] = deque()  # since the last `take`, which memory that goes cannot wait for
 
     def take(self, size: int) -> Tensor:
         """uint8 `[size]`, from the border of a page on."""
         wanted = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
         with self._lock:
-            while self._left:
-                self._rooms.append(self._left.popleft())
-            self._rooms = _joined(self._rooms)
-            fitting = ((room, room.piece()) for room in sorted(self._rooms, key=lambda room: room.size))
-            room, piece = next(
-                ((room, piece) for room, piece in fitting if piece and room.size >= wanted), (None, None)
-            )
-            if room is None or piece is None:
-                piece, first = _lasting_pages(_PIECE)
-                room = _Room(weakref.ref(piece), first, first + _PIECE)
-            else:
-                self._rooms.remove(room)
-            self._rooms.append(replace(room, first=room.first + wanted))
+            if self._left:
+                while self._left:
+                    self._rooms.append(self._left.popleft())
+                self._rooms = _joined(self._rooms)
+            room, piece = self._found(wanted)
+            bisect.insort(self._rooms, replace(room, first=room.first + wanted), key=lambda room: room.size)
+            del self._rooms[:-_MOST_ROOMS]
         held = np.frombuffer(piece, np.uint8, size, room.first)  # which the tensor keeps
         weakref.finalize(held, self._left.append, replace(room, stop=room.first + wanted)).atexit = False
         return torch.from_numpy(held)
 
+    def _found(self, wanted: int) -> tuple[_Room, mmap.mmap]:
+        """The smallest room that fits, or that of a new piece."""
+        for place in range(len(self._rooms)):
+            piece = self._rooms[place].piece()
+            if piece and self._rooms[place].size >= wanted:
+                return self._rooms.pop(place), piece
+        piece, first = _lasting_pages(_PIECE)
+        return _Room(weakref.ref(piece), first, first + _PIECE), piece
+
 
 def _joined(rooms: list[_Room]) -> list[_Room]:
-    """Neighbours as one; without those of pieces that have gone, and empty ones."""
+    """By size, neighbours as one; without those of pieces that have gone."""
     found: list[_Room] = []
     for room in sorted(rooms, key=lambda room: (id(room.piece), room.first)):
         if found and found[-1].piece is room.piece and found[-1].stop == room.first:
             found[-1] = replace(found[-1], stop=room.stop)
-        elif room.size and room.piece() is not None:
+        elif room.piece() is not None:
             found.append(room)
-    return found
+    return sorted(found, key=lambda room: room.size)
 
 
 _pieces = _Pieces()

@@ -268,7 +268,7 @@ SETTINGS_OPTIONS = {
         SPECULATION,
         REFRESH,
         "When the retrieval cache is filled anew: every round, every N rounds, or never; auto: every round while "
-        "that costs next to nothing, else when acceptance drops, or after 16 rounds.",
+        "that costs next to nothing, else when acceptance drops, or some rounds later.",
     ),
     "early_end": option(
         SPECULATION,

@@ -39,8 +39,8 @@ class Round:
     accepted: int
     """Those of them that were accepted."""
     refreshed: bool
-    """Whether chunks of the retrieval cache were chosen anew after it, as `--refresh` says: not where they are because
-    drafting begins again."""
+    """Whether chunks of the retrieval cache were chosen anew after it, as `--refresh` says or as the tail was full: not
+    where they are because drafting begins again."""
 
 
 @dataclass(eq=False, kw_only=True)

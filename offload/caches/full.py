@@ -160,7 +160,7 @@ class FullCache:
         return ReadCounter(sum(one.num_bytes for one in reads), sum(one.seconds for one in reads))
 
     def traffic(self) -> Traffic:
-        """What crossed the link so far that its blocks, or its prefix's, stream over, of all caches together."""
+        """What crossed the link that its blocks, or its prefix's, stream over, or a disk, so far, of all caches."""
         return max((holder.blocks.traffic() for holder in self.holders), key=lambda traffic: traffic.bytes_in)
 
     @property

@@ -74,7 +74,7 @@ TAIL_ROUNDS = 3
 left open; one more comes while they are copied."""
 
 LEAST_BUDGET = 256
-"""Tokens of a retrieval cache at least, in whole chunks, where their number is left open."""
+"""Tokens of a retrieval cache at least, but for what is no whole chunk, where their number is left open."""
 
 RETRIEVAL_SHARE = 1 / 8
 """Of a GPU's memory: what the retrieval caches of several sequences take together at most, where that is left open."""
@@ -421,7 +421,7 @@ def make_plan(request: RunRequest, placement: Placement | None = None) -> RunPla
     retrieved = part.kv_bytes_per_token(request.dtype)
     budget = planned_budget(settings, request.context)
     if request.gpu_bytes and request.sequences > 1 and settings.budget is None:
-        least = -(-LEAST_BUDGET // chunk_size) * chunk_size
+        least = max(1, LEAST_BUDGET // chunk_size) * chunk_size
         while budget > least and request.sequences * budget * retrieved > RETRIEVAL_SHARE * request.gpu_bytes:
             budget = max(least, budget // 2 // chunk_size * chunk_size)
     models = [request.matrices, *([request.small_matrices] if request.small_matrices else [])]

@@ -176,7 +176,8 @@ class DraftControl:
         step = StepCost(self.cost, draft_seconds, self.acceptance.rate, batch, filling=filling)
         if self.fixed is not None:
             self.draft_tokens = min(self.fixed, most)
-            seconds = step.seconds_per_token(self.draft_tokens)
+            # What is longer is hardly ever asked for in full: the tier above needs fewer tokens.
+            seconds = step.seconds_per_token(min(self.draft_tokens, self.longest))
         elif self.adapts_to_time:
             self.draft_tokens, seconds, self.asked_next = self._by_time(step, most)
         else:

@@ -57,7 +57,7 @@ def next_work(last: RetrievalWork, drafts: bool, may_skip: bool) -> RetrievalWor
 @dataclass
 class RefreshPolicy:
     """Refresh every `round`, `never`, every so many rounds (a number), or `auto`: every round while that takes hardly
-    any time, else when acceptance drops, or after 16 rounds, when what the last one took is forgotten.
+    any time, else when acceptance drops, or some rounds later: the fewer the less the last one took.
 
     Raises:
         UsageError: anything else, or a number below 1.

@@ -4,12 +4,12 @@ import errno
 import gc
 import mmap
 import os
+import weakref
 
-import psutil
 import pytest
 import torch
 from triforce.tp.errors import CapacityError
-from triforce.tp.pages import HUGE_PAGE, aligned_memory, lasting_memory, weight_memory
+from triforce.tp.pages import HUGE_PAGE, _Pieces, aligned_memory, lasting_memory, weight_memory
 
 
 @pytest.mark.parametrize("shape", [(0,), (3, 100), (5, 2**20 + 8), (2**21,)])
@@ -65,20 +65,29 @@ def test_weights_are_put_into_few_pieces_and_keep_their_numbers():
 
 
 def test_weights_come_where_those_were_that_they_were_put_together_from():
-    def resident():
-        gc.collect()
-        return psutil.Process().memory_info().rss
+    pieces, held, parts, taken = _Pieces(), [], [], set()
 
     def weight(size):
-        return weight_memory((size,), torch.uint8, torch.device("cpu")).fill_(7)
+        found = pieces.take(size).fill_(7)
+        first = found.data_ptr() // mmap.PAGESIZE
+        taken.update(range(first, first - (-size // mmap.PAGESIZE)))
+        return found
 
-    before, held, parts = resident(), [], []
     for layer in range(64):
         parts = [weight(2**19), weight(2**20 + layer), weight(2**19)]  # of sizes that are not quite alike
         held.append(weight(2**21 + 5))
         parts[0].fill_(layer)
-        assert all(part[0] == part[-1] == 7 for part in [*parts[1:], *held])
+        assert all((part == 7).all() for part in [*parts[1:], *held])
     size = sum(len(one) for one in held)
-    assert size < resident() - before < 1.3 * size
+    assert size < len(taken) * mmap.PAGESIZE < 1.2 * size
+    kept = [weakref.ref(room.piece()) for room in pieces._rooms if room.piece()]
+    assert kept
     del held, parts
-    assert resident() - before < 2**24
+    gc.collect()
+    assert not any(piece() for piece in kept)
+
+
+def test_of_thousands_of_pieces_few_rooms_are_kept():
+    pieces = _Pieces()
+    held = [pieces.take(2**24 + 5) for _ in range(200)]  # nothing is written
+    assert len(pieces._rooms) <= 64 and len({one.data_ptr() for one in held}) == 200
