@@ -105,21 +105,31 @@ class _Metadata:
     path: Path
 
     def error(self, key: str, problem: str) -> ModelError:
+        """What to raise where a value is not as it should be."""
         return ModelError(f"{self.path}: {key} {problem}")
 
     def text(self, key: str) -> str | None:
+        """Raises:
+        ModelError: it is something else, or not Unicode.
+        """
         value = self.values.get(key)
         if value is not None and not (isinstance(value, str) and _is_unicode(value)):
             raise self.error(key, "is not a text")
         return value
 
     def flag(self, key: str) -> bool | None:
+        """Raises:
+        ModelError: it is something else.
+        """
         value = self.values.get(key)
         if value is not None and not isinstance(value, bool | np.bool_):
             raise self.error(key, f"is {_shown(value)}, not true or false")
         return None if value is None else bool(value)
 
     def number(self, key: str) -> int | None:
+        """Raises:
+        ModelError: it is no whole number.
+        """
         value = self.values.get(key)
         if value is not None and (isinstance(value, bool) or not isinstance(value, int | np.integer)):
             raise self.error(key, f"is {_shown(value)}, not a whole number")
