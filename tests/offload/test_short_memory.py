@@ -48,7 +48,8 @@ def histories(first, count, most=500 // 2):
 @pytest.mark.parametrize("first", [0, 1000])
 @pytest.mark.slow(keep=("0",))
 def test_memory_that_runs_out_in_a_pass_leaves_the_text_so_far(models, first):
-    for seed in histories(first, 3):
+    seeds, ran_out = histories(first, 3), []
+    for seed in seeds:
         chance, simulator = random.Random(seed), Simulator()
         system = simulated_system(simulator, ledger.LIMITS, device_bytes=GPU_BYTES)
         settings = {"tiers": chance.choice([1, 2, 3]), "budget": 64, "block_length": chance.choice([None, 6, 24])}
@@ -59,19 +60,25 @@ def test_memory_that_runs_out_in_a_pass_leaves_the_text_so_far(models, first):
             want = engine.generate(prompt, Sampling(0.0), NEW_TOKENS, ignore_eos=True).token_ids
             run = engine.stream(prompt, Sampling(0.0), NEW_TOKENS, ignore_eos=True, reuse=chance.choice([None, 0]))
             rounds = chance.randint(0, 3)
-            with pytest.raises(CapacityError, match=MEMORY_RAN_OUT):
+            try:
                 for event in run:
                     if event.index == rounds:
                         simulator.limit, simulator.others = (
                             GPU_BYTES,
                             GPU_BYTES - simulator.live - chance.randint(0, 500),
                         )
+            except CapacityError as error:
+                ran_out.append(seed)
+                assert re.search(MEMORY_RAN_OUT, str(error)), seed
+            else:  # nothing was left to do, or it took no more than what the round before gave back
+                assert not simulator.refused and run.statistics.token_ids == want, seed
             found = run.statistics.token_ids
             assert found == want[: len(found)] and len(found) > rounds, seed
             simulator.others, simulator.refused = 0, []
             assert engine.generate(prompt, Sampling(0.0), NEW_TOKENS, ignore_eos=True).token_ids == want, seed
             assert not simulator.refused
             engine.close()
+    assert len(ran_out) > 0.9 * len(seeds)
 
 
 @pytest.mark.parametrize("first", [0, 1000])
