@@ -130,7 +130,9 @@ class _Pieces:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._rooms: list[_Room] = []  # by size
-        self._left: deque[_Room] = deque()  # since the last `take`, which memory that goes cannot wait for
+        self._left: deque[_Room] = (
+            deque()
+        )  # where weights have gone since the last `take`: they cannot wait for the lock
 
     def take(self, size: int) -> Tensor:
         """uint8 `[size]`, from the border of a page on."""
@@ -149,10 +151,10 @@ class _Pieces:
 
     def _found(self, wanted: int) -> tuple[_Room, mmap.mmap]:
         """The smallest room that fits, or that of a new piece."""
-        for place in range(len(self._rooms)):
-            piece = self._rooms[place].piece()
-            if piece and self._rooms[place].size >= wanted:
-                return self._rooms.pop(place), piece
+        for place, room in enumerate(self._rooms):
+            if room.size >= wanted and (piece := room.piece()):
+                del self._rooms[place]
+                return room, piece
         piece, first = _lasting_pages(_PIECE)
         return _Room(weakref.ref(piece), first, first + _PIECE), piece
 

@@ -284,9 +284,10 @@ class KeptCache:
                 cache = self._make(plan, prefix=prefix)
                 break
             except CapacityError:  # others have taken memory since it was planned
-                if not self._droppable(text):
+                droppable = self._droppable(text)
+                if not droppable:
                     raise
-                self._drop(self._droppable(text)[0])
+                self._drop(droppable[0])
         if text and shared:
             cache.copy_from(text.full, shared)
         if superseded:
@@ -378,10 +379,10 @@ class KeptCache:
         return [one for one in self._texts if one.full not in holders]
 
     def _oldest(self, text: KnownText | None) -> KnownText | None:
-        """Of those that are spare the one that is to go first: nobody builds on it."""
-        spare = self._droppable(text)
-        built_on = {holder for one in spare for holder in one.full.holders[:-1]}
-        return next((one for one in spare if one.full not in built_on), None)
+        """Of those that are not needed the one that is to go first: nobody builds on it."""
+        droppable = self._droppable(text)
+        built_on = {holder for one in droppable for holder in one.full.holders[:-1]}
+        return next((one for one in droppable if one.full not in built_on), None)
 
     def _make_way(self, request: RunRequest, text: KnownText | None, *, beside: bool) -> KnownText | None:
         """Drops caches that are not needed, the one used last the latest, until the others do not change whether such a
@@ -505,10 +506,8 @@ class KeptCache:
         `needed`, as far as host memory has room for them. Every rank calls it, and the one with the least memory
         counts."""
         holders = dict.fromkeys(holder.blocks for cache in caches for holder in cache.holders)
-        ranks, may = (
-            self._decoder.ranks,
-            bool(self._droppable(None)) or any(blocks.footprint.spare for blocks in holders),
-        )
+        ranks = self._decoder.ranks
+        may = bool(self._droppable(None)) or any(blocks.footprint.spare for blocks in holders)
         if not may and ranks.size == 1:
             return
         found = self._system.device_memory(self._decoder.device)

@@ -70,15 +70,15 @@ def test_memory_that_runs_out_in_a_pass_leaves_the_text_so_far(models, first):
             except CapacityError as error:
                 ran_out.append(seed)
                 assert re.search(MEMORY_RAN_OUT, str(error)), seed
-            else:  # nothing was left to do, or it took no more than what the round before gave back
-                assert not simulator.refused and run.statistics.token_ids == want, seed
+            else:  # the limit came behind the last pass
+                assert run.statistics.rounds <= rounds and run.statistics.token_ids == want, seed
             found = run.statistics.token_ids
             assert found == want[: len(found)] and len(found) > rounds, seed
             simulator.others, simulator.refused = 0, []
             assert engine.generate(prompt, Sampling(0.0), NEW_TOKENS, ignore_eos=True).token_ids == want, seed
             assert not simulator.refused
             engine.close()
-    assert len(ran_out) > 0.9 * len(seeds)
+    assert len(ran_out) > 0.9 * len(seeds), "nearly all have a pass behind the limit"
 
 
 @pytest.mark.parametrize("first", [0, 1000])
