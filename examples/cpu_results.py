@@ -28,7 +28,7 @@ from rich.table import Table
 from triforce.kernels.attention import attend, attend_blocks
 from triforce.kernels.cpu.library import cpu_level
 from triforce.kernels.selection import Backend, use_kernels
-from triforce.offload.caches import block_attention
+from triforce.offload.caches import full as full_cache
 from triforce.offload.caches import retrieval as retrieval_cache
 from triforce.offload.caches import streaming as streaming_cache
 from triforce.offload.graphs.capture import capture_for
@@ -62,8 +62,8 @@ PREFILL_ROWS = 4096
 
 PARTS = {
     "attention": [
-        *((module, "attend") for module in (block_attention, retrieval_cache, streaming_cache)),
-        (block_attention, "attend_blocks"),
+        *((module, "attend") for module in (full_cache, retrieval_cache, streaming_cache)),
+        (full_cache, "attend_blocks"),
     ],
     "products": [(matrices, "linear"), (matrices, "gated_mlp")],
     "rotation": [(rope, "rotate")],

@@ -8,9 +8,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import torch.nn.functional as F
-from torch import Tensor
-
 from ..tp.errors import ModelError
 from ..tp.model.config import ModelConfig
 from ..tp.weights.tokenizer import check_same_vocabulary
@@ -29,18 +26,6 @@ def check_draft(target: ModelConfig, draft: ModelConfig) -> None:
             f"{target.vocab_size}; a draft must share its target's vocabulary, but for up to {LARGEST_PADDING} tokens "
             "of padding (or use --draft none)"
         )
-
-
-def readable(token_ids: Tensor, vocab_size: int) -> Tensor:
-    """`token_ids` as a model of `vocab_size` tokens can read them: ids beyond its vocabulary become its last token,
-    which lowers acceptance only, and -1 (see `FreshNoise.draw`) its first, until `check_finite` reports it."""
-    return token_ids.clamp(0, vocab_size - 1)
-
-
-def cover(logits: Tensor, vocab_size: int) -> Tensor:
-    """`logits` `[n, any]` as `[n, vocab_size]`: surplus tokens are dropped, missing ones get probability 0."""
-    missing = vocab_size - logits.shape[-1]
-    return logits if missing == 0 else F.pad(logits, (0, missing), value=float("-inf"))
 
 
 def check_pair(target: Path, draft: Path | None, rope_scaling: str | None = None) -> ModelConfig:

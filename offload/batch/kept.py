@@ -12,8 +12,7 @@ from weakref import WeakSet
 
 from ...tp.decoder import Decoder
 from ...tp.errors import CapacityError
-from ..caches.full import FullCache
-from ..caches.recent_mass import RECENT_ROWS
+from ..caches.full import RECENT_ROWS, FullCache
 from ..caches.states import States
 from ..caches.windows import WindowBlocks
 from ..contexts.home import contexts_root

@@ -1,41 +1,61 @@
-"""The full cache: every token's keys and values, exact.
+"""The full cache: every token's keys and values, exact; attention to them; and the attention that recent tokens gave to
+each chunk, its *mass*, by which a retrieval cache selects.
 
-Where the blocks are stored is the business of `device_blocks` or `streamed_blocks`, attention to them that of
-`block_attention`. Keys carry the rotation of their true position. A layer with a sliding window attends only to the
-blocks its window reaches. Where other layers have none it keeps no more than that (`windows`); where all have one they
-keep every token too.
+Where the blocks are stored is the business of `device_blocks` or `streamed_blocks`. Keys carry the rotation of their
+true position. A layer with a sliding window attends only to the blocks its window reaches. Where other layers have none
+it keeps no more than that (`windows`); where all have one they keep every token too.
+
+Blocks are attended one by one, in the order of their positions, each call of a step going on from the one before; where
+the compiled kernels take all blocks of a layer, in one call. Both give the same bits, but for the many rows of a
+prefill that flash kernels or PyTorch's operations compute.
 """
 
 from __future__ import annotations
 
+import math
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
+from itertools import chain, groupby, pairwise
 
 import torch
 from torch import Tensor
 
-from ...kernels.attention import PreparedStep, StepPiece, StepRows, prepared_step, takes_joined
+from ...kernels.attention import (
+    PreparedStep,
+    Scratch,
+    StepPiece,
+    StepRows,
+    accumulates,
+    attend,
+    attend_blocks,
+    merge_partials,
+    new_running,
+    prepared_step,
+    takes_blocks,
+    takes_joined,
+)
 from ...kernels.cpu.library import arithmetic
+from ...kernels.cpu.mass import add_mass_compiled, adds_mass_compiled
 from ...kernels.delta_rule import DeltaWeights
 from ...kernels.selection import STEP_ROWS
 from ...tp.model.config import ModelConfig
 from ...tp.rope import Rope, RopeRows
-from ..held import Held, held_bytes
+from ..held import Held, held_bytes, held_scratch
 from ..transfer.device_blocks import Blocks, DeviceBlocks, PausedPass
 from ..transfer.link import Traffic
 from ..transfer.placement import block_size_for
-from .block_attention import BlockAttention, QueryRows
 from .hidden_states import HiddenStates
-from .recent_mass import RECENT_ROWS, RecentMass
 from .states import States
 from .windows import WindowBlocks
 
 MASS_ROWS = 32
 """Rows of the longest verification, where it is not known."""
+
+RECENT_ROWS = 8
+"""A pass of so many tokens replaces the mass; of a prefill the last so many count."""
 
 BlockCollector = Callable[[int, int, Tensor], None]
 """Is handed each block that a pass attends to: layer, position of the block's first token, and the block's keys and
@@ -547,3 +567,249 @@ class FullCache:
         self.blocks.rollback(self.length - self.start)
         if states := self.hidden_states:
             states.cut(self.length)
+
+
+@dataclass(frozen=True)
+class QueryRows:
+    """The query rows of a pass, and how much of their attention is to be noted."""
+
+    q: Tensor
+    """`[num_heads, n, head_dim]`, rotated."""
+    start: int
+    """Position of the first row; each row sees the keys up to its own position."""
+    window: int
+    """The number of keys, its own included, that a row sees at most."""
+    mass_rows: int
+    """The last rows whose attention is to be summed by chunk; 0 for none."""
+
+    @property
+    def stop(self) -> int:
+        """Position behind the last row."""
+        return self.start + self.q.shape[1]
+
+    @property
+    def first_key(self) -> int:
+        """Position of the first key that any row sees."""
+        return max(0, self.start + 1 - self.window)
+
+    def of_mass(self, lse: Tensor) -> Tensor:
+        """Of `lse` `[num_heads, n]` what is of the rows whose attention is to be summed: of many a copy, as what each
+        block gives is kept until the last one has come."""
+        rest = lse.shape[1] - self.mass_rows
+        return lse[:, rest:].clone() if rest and self.mass_rows else lse[:, rest:]
+
+
+class BlockAttention:
+    """Attention of a pass's rows to the blocks of a layer.
+
+    Both ways give the output `[num_heads, n, head_dim]`, in the rows' dtype; the log-sum-exp of the last rows,
+    `[num_heads, mass_rows]`; and what these give to chunks, part by part, which holds until the next call.
+    """
+
+    def __init__(self, scale: float, chunk_size: int) -> None:
+        """Args: `scale` is the factor on scores; `chunk_size` is in tokens; a block is whole chunks."""
+        self._scale = scale
+        self._chunk_size = chunk_size
+        self._scratch, self._shares = Scratch(), Shares()
+
+    def held(self) -> Held:
+        """See `offload.held`."""
+        yield from held_scratch(self._scratch)
+        yield from self._shares.held()
+
+    @staticmethod
+    def takes_together(rows: QueryRows, blocks: Tensor) -> bool:
+        """Whether `together` can be called with them."""
+        return takes_blocks(rows.q, blocks)
+
+    def together(self, rows: QueryRows, blocks: Tensor) -> tuple[Tensor, Tensor, list[MassPart]]:
+        """Attends to `blocks` `[num_blocks, 2, num_kv_heads, block_size, head_dim]`, which begin at the first token."""
+        chunks = -(-rows.stop // self._chunk_size)
+        self._shares.begin()
+        mass = self._shares.get(rows.q, rows.mass_rows, chunks) if rows.mass_rows else None
+        visible = chunks * self._chunk_size  # what is behind the last token in its chunk is hidden by the diagonal
+        out, lse = attend_blocks(
+            rows.q, blocks, visible, scale=self._scale, diagonal=rows.start, window=rows.window, mass=mass, rounded=True
+        )
+        lse = rows.of_mass(lse)
+        return out, lse, [] if mass is None else [MassPart(0, mass, lse)]
+
+    def one_by_one(
+        self, rows: QueryRows, blocks: Iterable[tuple[int, Tensor]]
+    ) -> tuple[Tensor, Tensor, list[MassPart]]:
+        """Attends to blocks in the order of their positions: that of the first token and `[2, num_kv_heads, any,
+        head_dim]`."""
+        self._shares.begin()
+        parts: list[MassPart] = []
+        running: Tensor | None = None
+        whole: tuple[Tensor, Tensor] | None = None  # over the blocks so far
+        for position, block in blocks:
+            if whole is None and accumulates(rows.q, block):
+                running = new_running(rows.q)
+            in_every_window = position > rows.stop - 1 - rows.window
+            chunks = block.shape[2] // self._chunk_size
+            mass = self._shares.get(rows.q, rows.mass_rows, chunks) if rows.mass_rows else None
+            out, lse = attend(
+                rows.q,
+                block[0],
+                block[1],
+                scale=self._scale,
+                diagonal=rows.start - position,
+                window=None if in_every_window else rows.window,
+                scratch=self._scratch,
+                mass=mass,
+                running=running,
+            )
+            if mass is not None:
+                parts.append(MassPart(position // self._chunk_size, mass, rows.of_mass(lse)))
+            if running is None and whole is not None:
+                out, lse = merge_partials((whole[0], out), (whole[1], lse))
+            whole = out, lse
+        assert whole is not None
+        out, lse = whole
+        return out.to(rows.q.dtype), rows.of_mass(lse), parts
+
+    @staticmethod
+    def in_one_piece(rows: QueryRows, blocks: Iterable[tuple[int, Tensor]]) -> Iterable[tuple[int, Tensor]]:
+        """The same keys and values copied together, for flash kernels, whose result in 16 bits depends on where pieces
+        end; as they are for other implementations."""
+        coming = iter(blocks)
+        position, block = next(coming)
+        if accumulates(rows.q, block):
+            return chain([(position, block)], coming)
+        parts = [block.clone(), *(block.clone() for _, block in coming)]  # each is there until the next is asked for
+        return [(position, torch.cat(parts, dim=2))]
+
+
+@dataclass(frozen=True)
+class MassPart:
+    """The shares that some consecutive chunks got of the attention of a pass's last rows."""
+
+    first: int
+    """The first chunk."""
+    shares: Tensor
+    """`[num_heads, rows, chunks]`, of each row's attention over the keys that `lse` is over."""
+    lse: Tensor
+    """`[num_heads, rows]`, log-sum-exp of each row over the part, or over it and those before."""
+
+
+class Shares:
+    """Memory for the shares that the pieces of a layer get, which hold until those of the next layer do: one buffer, as
+    large as all pieces of a layer were together at most. A buffer for each would in time be as large as the largest
+    piece there was in its place, as an open stretch moves on."""
+
+    def __init__(self) -> None:
+        self._buffer: Tensor | None = None
+        self._taken = self._most = 0  # numbers in the layer under way, and in any before
+
+    def begin(self) -> None:
+        """Begins a layer."""
+        self._most, self._taken = max(self._most, self._taken), 0
+        if self._buffer is not None and self._buffer.numel() < self._most:
+            self._buffer = None  # before a larger one is taken
+
+    def get(self, q: Tensor, rows: int, chunks: int) -> Tensor:
+        """For the next piece, uninitialised: `[num_heads, rows, chunks]`, of some of the queries `q` `[num_heads, any,
+        head_dim]`, in the dtype of sums."""
+        shape = q.shape[0], rows, chunks
+        first, self._taken = self._taken, self._taken + math.prod(shape)
+        if self._buffer is None:
+            dtype = torch.promote_types(q.dtype, torch.float32)
+            self._buffer = torch.empty(max(self._most, self._taken), dtype=dtype, device=q.device)
+        if self._taken > self._buffer.numel():  # from the next layer on there is room for it
+            return torch.empty(shape, dtype=self._buffer.dtype, device=q.device)
+        return self._buffer[first : self._taken].view(shape)
+
+    def held(self) -> Held:
+        """See `offload.held`."""
+        if self._buffer is not None:
+            yield "mass", self._buffer
+
+
+class RecentMass:
+    """The shares of attention that the last tokens gave to chunks, by layer: one mean over tokens and the query heads
+    of a KV head. A pass of `RECENT_ROWS` tokens or more takes the place of what was there, a shorter one counts by its
+    tokens. Those that are rejected later count too: they ask for much the same chunks as what follows in their place.
+    """
+
+    def __init__(self, num_layers: int, num_kv_heads: int, max_chunks: int, chunk_size: int) -> None:
+        self._num_kv_heads, self._max_chunks, self._chunk_size = num_kv_heads, max_chunks, chunk_size
+        self._means = [torch.empty(num_kv_heads, 0)] * num_layers  # [num_kv_heads, max_chunks], once there is one
+        self._is_known = [False] * num_layers
+
+    def recent(self, layer: int, length: int) -> Tensor:
+        """What each whole chunk of the first `length` tokens got, `[num_kv_heads, length // chunk_size]`, float32;
+        there must have been an `add`."""
+        assert self._is_known[layer]
+        return self._means[layer][:, : length // self._chunk_size]
+
+    def add(self, layer: int, start: int, parts: Sequence[MassPart], lse: Tensor) -> None:
+        """Adds the last rows of a pass over tokens from position `start` on.
+
+        Args:
+            parts: in the order of chunks; chunks that they leave out got nothing.
+            lse: `[num_heads, rows]`, of each row over all keys.
+        """
+        shares = parts[0].shares
+        if not self._means[layer].numel():
+            shape = self._num_kv_heads, self._max_chunks
+            self._means[layer] = torch.empty(shape, dtype=torch.float32, device=shares.device)
+        mean, weight = self._means[layer], min(1.0, shares.shape[1] / RECENT_ROWS)
+        if not self._is_known[layer]:
+            weight, self._is_known[layer] = 1.0, True
+        if adds_mass_compiled(shares):
+            kept = 0 if weight == 1.0 else min(-(-start // self._chunk_size), self._max_chunks)
+            add_mass_compiled(mean, [(one.first, one.shares, one.lse) for one in parts], lse, kept, weight)
+            return
+        # What is not finite, of a draft token that is rejected for that, must not stay: hence `nan_to_num`.
+        found = [(first, self._by_head(shares)) for first, shares in _joined(parts, lse)]
+        kept = 0 if weight == 1.0 else -(-start // self._chunk_size)  # behind them are those that were rolled back
+        if len(found) > 1 or found[0][0]:
+            mean[:, kept:] = 0
+            mean[:, :kept] *= 1 - weight
+            for first, new in found:
+                there = mean[:, first : first + new.shape[1]]
+                there.add_(new[:, : there.shape[1]].nan_to_num_(), alpha=weight)
+            return
+        new = found[0][1]  # of all chunks so far
+        mean[:, kept or new.shape[1] :] = 0
+        if kept:
+            mean[:, : new.shape[1]].lerp_(new.nan_to_num_(), weight)
+        else:
+            torch.nan_to_num(new, out=mean[:, : new.shape[1]])
+
+    def _by_head(self, shares: Tensor) -> Tensor:
+        """The mean over rows and the query heads of a KV head."""
+        by_head = shares.unflatten(0, (self._num_kv_heads, -1)).mean(dim=(1, 2), dtype=torch.float32)
+        return by_head[:, : self._max_chunks]
+
+    def held(self) -> Held:
+        """See `offload.held`."""
+        yield from (("mass", mean) for mean in self._means)
+
+    def forget(self) -> None:
+        """Drops what was given so far; its memory stays."""
+        self._is_known = [False] * len(self._is_known)
+
+
+def _joined(parts: Sequence[MassPart], lse: Tensor) -> Iterator[tuple[int, Tensor]]:
+    """The shares of consecutive parts put together, of each row's attention over all keys: the first chunk and
+    `[num_heads, rows, chunks]`. One operation for many parts, as a pass that streams has one for each block."""
+    if len(parts) == 1:  # then it has all keys
+        yield parts[0].first, parts[0].shares
+        return
+    shares = torch.cat([part.shares for part in parts], dim=-1)
+    factors = torch.stack([part.lse for part in parts], dim=-1).sub_(lse.unsqueeze(-1)).exp_()
+    done = chunks = 0
+    for size, alike in groupby(parts, key=lambda part: part.shares.shape[-1]):  # hardly ever more than three kinds
+        count = len(list(alike))
+        some = shares[..., chunks : chunks + count * size].unflatten(-1, (count, size))
+        some *= factors[..., done : done + count].unsqueeze(-1)
+        done, chunks = done + count, chunks + count * size
+    first = at = 0
+    for i, part in enumerate(parts):
+        stop = at + part.shares.shape[-1]
+        if i + 1 == len(parts) or parts[i + 1].first != part.first + stop - at:  # the next one is not behind it
+            yield part.first - (at - first), shares[..., first:stop]
+            first = stop
+        at = stop

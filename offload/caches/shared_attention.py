@@ -34,8 +34,7 @@ from ...kernels.selection import on_cpu
 from ...tp.rope import RopeRows
 from ..held import Held, held_scratch
 from ..transfer.device_blocks import pieces_of
-from .full import FullCache
-from .recent_mass import MassPart, Shares
+from .full import FullCache, MassPart, Shares
 from .steps import StepOfPass, put_rows
 
 _Keys = Tensor | tuple[Tensor, int]

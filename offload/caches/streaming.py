@@ -23,7 +23,6 @@ from ...tp.decoder import Decoder
 from ...tp.devices import to_device
 from ...tp.model.config import ModelConfig
 from ..held import Held, held_scratch
-from ..vocabulary import readable
 from .hidden_states import HiddenStates, hidden_state_bytes
 from .states import LEAST_ROWS, States
 from .token_slots import TokenSlots
@@ -273,5 +272,4 @@ def prefill_streaming(decoder: Decoder, cache: StreamingCache, token_ids: Sequen
         if part is not parts[0]:
             cache.skip(start)
         if part:
-            rows = readable(to_device(part, decoder.device), decoder.config.vocab_size)
-            decoder.forward(rows, cache)
+            decoder.forward(decoder.readable(to_device(part, decoder.device)), cache)

@@ -18,7 +18,7 @@ from ...tp.devices import synchronize
 from ...tp.model.config import ModelConfig
 from ...tp.parallel.ranks import Ranks
 from ...tp.parallel.split import Split
-from ..caches.recent_mass import RECENT_ROWS
+from ..caches.full import RECENT_ROWS
 from .fingerprint import fingerprint
 from .manifest import NO_FRAME, ContextError, Frame, Manifest, Origin, Segment
 from .saver import HeldHeads, SaveOrder

@@ -28,7 +28,7 @@ class Capture(Protocol):
     """Tokens of a pass that is captured at most: longer ones are rare, and starting their kernels takes a smaller
     share."""
     pieces_rows: int
-    """Tokens of a pass at most of which all but its attention is captured, in `pieces`."""
+    """Tokens of a pass at most of which all but its attention is captured, in pieces."""
     pieces_tokens: int
     """Tokens of one sequence at most in such a pass."""
 

@@ -22,14 +22,13 @@ from ...tp.model.config import ModelConfig
 from ...tp.model.linear_attention import LinearAttention
 from ...tp.rope import rope_bytes
 from ...tp.units import gib
-from ..caches.recent_mass import RECENT_ROWS
+from ..caches.full import RECENT_ROWS
 from ..caches.retrieval import COPIED
 from ..caches.states import KEPT, LEAST_ROWS
 from ..caches.streaming import STREAMING_POSITIONS, streaming_bytes, streaming_prefill
 from ..graphs.cpu import CpuCapture
 from ..graphs.cuda import CudaCapture
-from ..graphs.passes import JOINED
-from ..graphs.pieces import pieces_bytes
+from ..graphs.passes import JOINED, pieces_bytes
 from ..settings import Settings, refresh_mode
 from ..speculation.distribution import CPU_NUMBERS, GPU_NUMBERS, SORTING
 from ..speculation.lengths import DraftTokens

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ...kernels.selection import STEP_ROWS
@@ -23,7 +24,6 @@ from ...tp.devices import to_device
 from ..caches.streaming import StreamingCache
 from ..graphs.passes import JOINED, JoinedPasses, Passes
 from ..held import Held
-from ..vocabulary import cover, readable
 from .acceptance import accept
 from .control import DraftControl
 from .distribution import check_finite, rounded_certainties
@@ -138,7 +138,7 @@ class Tier:
         together: the logits `[sequences, vocab]` of what follows."""
         pending = [self._pending(sequence) for sequence in sequences]
         passes = JoinedPasses([sequence.passes[self.name] for sequence in sequences], captures=False)
-        token_ids = readable(self._concatenated(pending), self.decoder.config.vocab_size)
+        token_ids = self.decoder.readable(self._concatenated(pending))
         logits = passes.forward(token_ids, [len(tokens) for tokens in pending], [1] * len(sequences))
         return cover(logits, self.vocab_size)
 
@@ -312,8 +312,8 @@ class Tier:
         for sequence in sequences:
             behind = self._pending(sequence)[:-1]
             if behind:
-                tokens = readable(to_device(behind, self.decoder.device), self.decoder.config.vocab_size)
-                sequence.passes[self.name].forward(tokens)
+                tokens = to_device(behind, self.decoder.device)
+                sequence.passes[self.name].forward(self.decoder.readable(tokens))
 
     def _concatenated(self, tokens: Sequence[list[int]]) -> Tensor:
         return to_device([token for part in tokens for token in part], self.decoder.device)
@@ -323,7 +323,7 @@ class Tier:
     ) -> Tensor:
         """Runs a pass over the next `counts[i]` tokens of each sequence; the logits over the target's vocabulary of
         what follows the last `rows[i]` of them."""
-        token_ids = readable(pending, self.decoder.config.vocab_size)
+        token_ids = self.decoder.readable(pending)
         if len(sequences) == 1:
             logits = sequences[0].passes[self.name].forward(token_ids, rows[0])
         else:
@@ -361,3 +361,9 @@ class Tier:
         """Whether nothing was compiled or captured in the last pass over these sequences."""
         used = sequences[0].passes[self.name] if len(sequences) == 1 else self._together(sequences)
         return used.was_steady()
+
+
+def cover(logits: Tensor, vocab_size: int) -> Tensor:
+    """`logits` `[n, any]` as `[n, vocab_size]`: surplus tokens are dropped, missing ones get probability 0."""
+    missing = vocab_size - logits.shape[-1]
+    return logits if missing == 0 else F.pad(logits, (0, missing), value=float("-inf"))

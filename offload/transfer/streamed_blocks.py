@@ -26,10 +26,9 @@ from ...tp.model.config import ModelConfig
 from ..held import Held
 from .device_blocks import Blocks, Footprint, PausedPass, on_host, pieces_of, read_tokens, write_tokens
 from .host import HOST, Host
-from .host_blocks import RawBlocks
+from .host_blocks import RawBlocks, Ring
 from .link import Link, LinkError, Traffic
 from .placement import Placement
-from .ring import Ring
 from .staged.block_file import DiskSpace
 from .staged.block_homes import BlockHomes
 from .staging import Source

@@ -10,8 +10,8 @@ from tiny import greedy_oracle, random_tokens, save_llama
 from triforce.offload import Engine, Sampling
 from triforce.offload.caches.full import FullCache
 from triforce.offload.caches.retrieval import RetrievalCache
+from triforce.offload.transfer.host_blocks import Ring
 from triforce.offload.transfer.placement import Placement
-from triforce.offload.transfer.ring import Ring
 from triforce.offload.transfer.streamed_blocks import StreamedBlocks
 from triforce.tp.decoder import Decoder
 

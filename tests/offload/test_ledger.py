@@ -15,19 +15,16 @@ from recorder import Recorder
 from simulated_gpu import as_on_a_gpu, simulated_system
 from tiny import random_tokens, save_llama
 from triforce.offload import Engine, Request, Sampling
-from triforce.offload.caches.block_attention import BlockAttention, QueryRows
-from triforce.offload.caches.full import FullCache
-from triforce.offload.caches.recent_mass import RecentMass
+from triforce.offload.caches.full import BlockAttention, FullCache, QueryRows, RecentMass
 from triforce.offload.caches.retrieval import RetrievalCache
 from triforce.offload.caches.streaming import SLACK, StreamingCache
-from triforce.offload.graphs.passes import JOINED, _CapturedPass
-from triforce.offload.graphs.pieces import Pieces
+from triforce.offload.graphs.passes import JOINED, Pieces, _CapturedPass
 from triforce.offload.held import bytes_by_part
 from triforce.offload.planning.run_plan import make_plan
 from triforce.offload.speculation.refresh import RefreshPolicy
 from triforce.offload.speculation.tiers import Tier
 from triforce.offload.system import System
-from triforce.offload.transfer.ring import Ring
+from triforce.offload.transfer.host_blocks import Ring
 from triforce.offload.transfer.streamed_blocks import StreamedBlocks
 from triforce.tp import CapacityError
 from triforce.tp.decoder import Tiling

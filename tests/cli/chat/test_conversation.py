@@ -17,7 +17,7 @@ from triforce.cli.chat.slash import parse
 from triforce.cli.session.prompt import Context, Prompt
 from triforce.cli.session.text import AnswerText
 from triforce.offload import Engine, Sampling
-from triforce.offload.caches.recent_mass import RECENT_ROWS
+from triforce.offload.caches.full import RECENT_ROWS
 from triforce.offload.contexts.manifest import Frame
 from triforce.offload.contexts.model import ContextRequest
 from triforce.offload.contexts.store import ContextStore

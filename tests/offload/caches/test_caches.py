@@ -15,8 +15,7 @@ from triforce.kernels.cpu.library import Level, cpu_level
 from triforce.kernels.layers import steps_are_compiled
 from triforce.kernels.selection import use_kernels
 from triforce.offload import Engine, Sampling
-from triforce.offload.caches.full import MASS_ROWS, FullCache
-from triforce.offload.caches.recent_mass import RECENT_ROWS, MassPart, RecentMass
+from triforce.offload.caches.full import MASS_ROWS, RECENT_ROWS, FullCache, MassPart, RecentMass
 from triforce.offload.caches.retrieval import RetrievalCache
 from triforce.offload.caches.streaming import StreamingCache, prefill_streaming
 from triforce.offload.caches.synthetic import fill_with_zeros

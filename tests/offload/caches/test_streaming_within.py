@@ -14,10 +14,10 @@ from triforce.offload.caches.full import FullCache
 from triforce.offload.caches.retrieval import RetrievalCache
 from triforce.offload.caches.synthetic import fill_with_zeros
 from triforce.offload.transfer.device_blocks import DeviceBlocks
+from triforce.offload.transfer.host_blocks import Ring
 from triforce.offload.transfer.link import LinkError, ThreadLink
 from triforce.offload.transfer.link import _Copy as CopyOfThread
 from triforce.offload.transfer.placement import Placement
-from triforce.offload.transfer.ring import Ring
 from triforce.offload.transfer.streamed_blocks import StreamedBlocks
 from triforce.tp.decoder import Decoder
 

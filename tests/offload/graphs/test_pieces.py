@@ -11,8 +11,7 @@ from tiny_caches import append, full_cache
 from triforce.kernels.selection import use_kernels
 from triforce.offload import Request, Sampling
 from triforce.offload.caches.full import FullCache
-from triforce.offload.graphs.passes import Graphs, JoinedPasses, Passes
-from triforce.offload.graphs.pieces import MOST_SIZES
+from triforce.offload.graphs.passes import MOST_SIZES, Graphs, JoinedPasses, Passes
 from triforce.tp.decoder import Decoder
 
 GREEDY = Sampling(temperature=0.0)

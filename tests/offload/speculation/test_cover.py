@@ -6,7 +6,8 @@ from joint_distribution import SAMPLING
 from tiny import save_llama
 from triforce.offload import Engine, Sampling
 from triforce.offload.speculation.distribution import distribution
-from triforce.offload.vocabulary import LARGEST_PADDING, cover
+from triforce.offload.speculation.tiers import cover
+from triforce.offload.vocabulary import LARGEST_PADDING
 from triforce.tp import ModelError
 
 

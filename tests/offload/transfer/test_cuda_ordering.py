@@ -14,7 +14,7 @@ from profiles import profile_name
 from second_judge import JudgedSimulator
 from simulated_runs import make_decoders, play
 from triforce.offload import Sampling
-from triforce.offload.transfer import cuda_link, ring, staging, streamed_blocks
+from triforce.offload.transfer import cuda_link, host_blocks, staging, streamed_blocks
 from triforce.offload.transfer.link import LinkError, ThreadLink
 from triforce.offload.transfer.placement import Placement
 from triforce.offload.transfer.streamed_blocks import StreamedBlocks
@@ -94,7 +94,7 @@ def wait_statements():
         {"CudaLink", "_Arrival"},
     )
     found = [one for one in found if one.source != "self._done.synchronize()"]  # which staging waits with
-    found += m.mutations(ring, {"wait", "stop"}, set(), {"Ring"})
+    found += m.mutations(host_blocks, {"wait", "stop"}, set(), {"Ring"})
     found += m.mutations(streamed_blocks, {"wait", "wait_for_stores", "stop"}, set(), {"StreamedBlocks"})
     # One only times; the other has memory given back, and the next pass does the same.
     without = ("began = ", "self._staging.stop()")
@@ -178,7 +178,7 @@ def staging_waits():
     calls = {"wait", "wait_on_host", "finish", "result", "exception", "stop"}
     found = m.mutations(staging, calls, set(), {"Staging", "Staged", "_Write", "StagedCopy"})
     found += m.mutations(cuda_link, {"synchronize"}, set(), {"_Arrival"})
-    found += m.mutations(ring, {"wait_for_writes"}, set(), {"Ring"})
+    found += m.mutations(host_blocks, {"wait_for_writes"}, set(), {"Ring"})
     return found if profile_name() == "campaign" else found[:1]  # the others take half a minute each
 
 

@@ -6,8 +6,8 @@ import time
 
 import pytest
 import torch
+from triforce.offload.transfer.host_blocks import Ring
 from triforce.offload.transfer.link import LinkError, ThreadLink
-from triforce.offload.transfer.ring import Ring
 
 BLOCK = (2, 4, 64, 16)
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import xxhash
 from triforce.offload import Engine
-from triforce.offload.caches.recent_mass import RECENT_ROWS
+from triforce.offload.caches.full import RECENT_ROWS
 
 
 def kv_digests(engine: Engine, tokens: int) -> dict[str, str]:

@@ -14,7 +14,7 @@ from triforce.offload import Engine
 from triforce.offload.batch.run import Run
 from triforce.offload.batch.sequence import ActiveSequence, BatchSequence
 from triforce.offload.caches.full import FullCache
-from triforce.offload.graphs.pieces import Pieces
+from triforce.offload.graphs.passes import Pieces
 from triforce.offload.held import bytes_by_part, held_bytes
 from triforce.offload.planning.run_plan import RunPlan, make_plan, planned_budget
 
