@@ -5,7 +5,6 @@ from __future__ import annotations
 import fcntl
 import os
 import re
-import shutil
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -15,6 +14,7 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from ...tp.errors import UsageError
+from ...tp.home import disk_usage
 from ...tp.units import gib
 from .disk import Disk
 from .manifest import FILE_NAME, LATEST, ContextError, Manifest, Origin, Segment
@@ -248,12 +248,12 @@ class ContextStore:
 
     def free_bytes(self) -> int:
         """What the disk has room for."""
-        return self._disk_usage()[1]
+        return disk_usage(self.root)[1]
 
     def reserve_bytes(self) -> int:
         """What clients of a server leave free of the disk: 2 % of it, but at least 1 GiB and at most 10 GiB, and never
         more than a tenth of it."""
-        total = self._disk_usage()[0]
+        total, _ = disk_usage(self.root)
         return min(max(total // 50, _LEAST_RESERVE), _MOST_RESERVE, total // 10)
 
     def check_reserve(self, needed: int) -> None:
@@ -266,14 +266,6 @@ class ContextStore:
                 f"{gib(needed)} are needed in {self.root}, which has {gib(free)} free, and {gib(reserve)} must stay "
                 "free of what clients have saved; free some: triforce contexts prune --keep SIZE"
             )
-
-    def _disk_usage(self) -> tuple[int, int]:
-        """Bytes of the disk, and those that are free."""
-        place = self.root
-        while not os.path.exists(place):
-            place = place.parent
-        usage = shutil.disk_usage(place)
-        return usage.total, usage.free
 
     def _files(self, name: str) -> list[Path]:
         try:

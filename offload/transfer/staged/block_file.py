@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import errno
 import os
-import shutil
 import tempfile
 import threading
 import time
@@ -20,6 +19,7 @@ from pathlib import Path
 from torch import Tensor
 
 from ....tp.errors import CapacityError
+from ....tp.home import disk_usage
 from ....tp.units import gib
 from ..host import HOST, Host
 from ..link import LinkError, Traffic
@@ -60,16 +60,9 @@ class DiskSpace:
         """Starts all threads of the pool, which else begin one by one as there is work for them."""
         start_pool(self.pool)
 
-    def new_file(self, num_slots: int, slot_bytes: int) -> BlockFile:
-        """A file of so many slots; see `BlockFile`."""
-        return BlockFile(self, num_slots, slot_bytes)
-
     def free_bytes(self) -> int:
         """What the disk has room for."""
-        place = self.folder
-        while not os.path.exists(place):
-            place = place.parent
-        return shutil.disk_usage(place).free
+        return disk_usage(self.folder)[1]
 
     def traffic(self) -> Traffic:
         """What was read and written so far."""
