@@ -187,6 +187,16 @@ def test_the_readme_is_short_and_opens_with_what_it_is_and_where_it_ran():
     assert second.startswith("**What has run on what.**") and "GPU" in second
 
 
+def test_the_index_has_every_page_in_the_order_of_the_site():
+    hook = ast.parse((ROOT / "docs" / "site.py").read_text(encoding="utf-8")).body
+    others = next(ast.literal_eval(one.value) for one in hook if isinstance(getattr(one, "value", None), ast.Dict))
+    links = (os.path.normpath(f"docs/{target}") for _, target in links_of(ROOT / "docs" / "index.md"))
+    listed = [others.get(path, path.removeprefix("docs/")) for path in links]
+    site = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").split("\nnav:")[1]
+    assert ["index.md", *listed] == re.findall(r"^ +- (\S+\.md)$", site, re.MULTILINE)
+    assert {path.name for path in PAGES if path.parent.name == "docs"} <= {"index.md", *listed}
+
+
 def test_ci_finds_its_command_in_the_readme():
     after = (ROOT / "README.md").read_text(encoding="utf-8").split("<!-- test command -->\n")[1]
     assert re.match(r"```bash\n[^`]*pytest[^`]*\n```\n", after)
