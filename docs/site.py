@@ -1,5 +1,5 @@
-"""What the site does otherwise than GitHub, which shows the same files: pages that are not in `docs/` get a place in it,
-and links to code, which the site does not have, become text. Called by mkdocs, see `mkdocs.yml`."""
+"""Two things that the site needs and GitHub, which shows the same files, does not: pages outside `docs/` get a place in
+it, and links to code, which the site does not have, become text. mkdocs calls it, see `mkdocs.yml`."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Draft models whose vocabulary differs from the target's by padding: same tokenizer, other number of unused rows.
 
 Embeddings are padded to sizes that suit the hardware, which differ between the models of a family (Qwen2.5 has 152,064
-rows at 7B and 151,936 at 0.5B). Distributions are always over the target's vocabulary.
+rows at 7B and 151,936 at 0.5B).
 """
 
 from __future__ import annotations

@@ -355,8 +355,8 @@ class Decoder:
         return cls(model.config.mtp_head, checkpoint, model.device, model.ranks, model._tiling, model)
 
     def readable(self, token_ids: Tensor) -> Tensor:
-        """`token_ids` as this model can read them: ids beyond its vocabulary, of a model whose vocabulary is padded
-        further, become its last token; -1, drawn from logits that are not finite, becomes its first."""
+        """`token_ids` with those that this model lacks replaced: ids beyond its vocabulary become its last token, and
+        negative ones its first. The caller sees to it that such a token is not kept, or only costs acceptance."""
         return token_ids.clamp(0, self.config.vocab_size - 1)
 
     @torch.inference_mode()

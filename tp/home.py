@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from pathlib import Path
+from typing import NamedTuple
 
 from platformdirs import user_cache_path
 
@@ -15,9 +16,16 @@ def user_home() -> Path:
     return Path(home).expanduser() if home else user_cache_path("triforce", appauthor=False)
 
 
-def disk_usage(folder: Path) -> tuple[int, int]:
-    """Bytes of the disk that a directory is on, or will be once it is made, and those of them that are free."""
-    while not folder.exists():
+class DiskUsage(NamedTuple):
+    """Bytes of a disk."""
+
+    total: int
+    used: int
+    free: int
+
+
+def disk_usage(folder: Path) -> DiskUsage:
+    """Of the disk that a directory is on, or will be once it is made."""
+    while not os.path.exists(folder):  # no error where a directory above it cannot be looked into
         folder = folder.parent
-    usage = shutil.disk_usage(folder)
-    return usage.total, usage.free
+    return DiskUsage(*shutil.disk_usage(folder))

@@ -1,5 +1,5 @@
-"""The full cache: every token's keys and values, exact; attention to them; and the attention that recent tokens gave to
-each chunk, its *mass*, by which a retrieval cache selects.
+"""The full cache: every token's keys and values, exact. Here too: attention to its blocks, and the *mass* of each
+chunk, the share of attention that recent tokens gave to it, by which a retrieval cache selects.
 
 Where the blocks are stored is the business of `device_blocks` or `streamed_blocks`. Keys carry the rotation of their
 true position. A layer with a sliding window attends only to the blocks its window reaches. Where other layers have none
@@ -335,7 +335,7 @@ class FullCache:
         rows = QueryRows(q, start, window, self.mass_rows_of(n))
         place = self.places[layer]
         blocks = None if self.prefix or place is None else self.blocks.at_once(place)
-        if blocks is not None and self._attention.takes_together(rows, blocks):
+        if blocks is not None and takes_blocks(rows.q, blocks):
             self.count_read(rows.stop - rows.first_key)
             out, lse, parts = self._attention.together(rows, blocks)
         else:
@@ -617,13 +617,9 @@ class BlockAttention:
         yield from held_scratch(self._scratch)
         yield from self._shares.held()
 
-    @staticmethod
-    def takes_together(rows: QueryRows, blocks: Tensor) -> bool:
-        """Whether `together` can be called with them."""
-        return takes_blocks(rows.q, blocks)
-
     def together(self, rows: QueryRows, blocks: Tensor) -> tuple[Tensor, Tensor, list[MassPart]]:
-        """Attends to `blocks` `[num_blocks, 2, num_kv_heads, block_size, head_dim]`, which begin at the first token."""
+        """Attends to `blocks` `[num_blocks, 2, num_kv_heads, block_size, head_dim]`, which begin at the first token, in
+        one call: where `takes_blocks` says so."""
         chunks = -(-rows.stop // self._chunk_size)
         self._shares.begin()
         mass = self._shares.get(rows.q, rows.mass_rows, chunks) if rows.mass_rows else None
@@ -762,7 +758,7 @@ class RecentMass:
             add_mass_compiled(mean, [(one.first, one.shares, one.lse) for one in parts], lse, kept, weight)
             return
         # What is not finite, of a draft token that is rejected for that, must not stay: hence `nan_to_num`.
-        found = [(first, self._by_head(shares)) for first, shares in _joined(parts, lse)]
+        found = [(first, self._by_head(shares)) for first, shares in _consecutive_shares(parts, lse)]
         kept = 0 if weight == 1.0 else -(-start // self._chunk_size)  # behind them are those that were rolled back
         if len(found) > 1 or found[0][0]:
             mean[:, kept:] = 0
@@ -792,7 +788,7 @@ class RecentMass:
         self._is_known = [False] * len(self._is_known)
 
 
-def _joined(parts: Sequence[MassPart], lse: Tensor) -> Iterator[tuple[int, Tensor]]:
+def _consecutive_shares(parts: Sequence[MassPart], lse: Tensor) -> Iterator[tuple[int, Tensor]]:
     """The shares of consecutive parts put together, of each row's attention over all keys: the first chunk and
     `[num_heads, rows, chunks]`. One operation for many parts, as a pass that streams has one for each block."""
     if len(parts) == 1:  # then it has all keys

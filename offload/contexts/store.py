@@ -248,12 +248,12 @@ class ContextStore:
 
     def free_bytes(self) -> int:
         """What the disk has room for."""
-        return disk_usage(self.root)[1]
+        return disk_usage(self.root).free
 
     def reserve_bytes(self) -> int:
         """What clients of a server leave free of the disk: 2 % of it, but at least 1 GiB and at most 10 GiB, and never
         more than a tenth of it."""
-        total, _ = disk_usage(self.root)
+        total = disk_usage(self.root).total
         return min(max(total // 50, _LEAST_RESERVE), _MOST_RESERVE, total // 10)
 
     def check_reserve(self, needed: int) -> None:

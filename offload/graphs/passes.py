@@ -41,7 +41,7 @@ from ..held import Held
 from .capture import Capture, first_reason
 from .cpu import CpuCapture
 
-MOST_SIZES = 16
+MOST_PIECES_SIZES = 16
 """Numbers of tokens whose passes are captured in pieces, at most: each takes CUDA some memory."""
 
 JOINED = 2
@@ -441,7 +441,7 @@ class Pieces:
 
     def __init__(self, decoder: Decoder) -> None:
         self._decoder = decoder
-        self._buffers: _Buffers | None = None
+        self._buffers: _PieceBuffers | None = None
         self._pool: object = None
         self._passes: dict[tuple[int, int, bool], _PassInPieces] = {}
         self.prepared = 0
@@ -450,7 +450,7 @@ class Pieces:
         """Why one could not be captured, in a line: then no other will be."""
 
     def held(self) -> Held:
-        """See `passes.Passes`."""
+        """See `offload.held`: what pieces read and write, whichever sequence runs."""
         if self._buffers:
             yield from (("captured", tensor) for tensor in self._buffers.tensors())
 
@@ -485,7 +485,7 @@ class Pieces:
         key = n, num_logits, padded
         found = self._passes.get(key)
         if found is None:
-            if len(self._passes) == MOST_SIZES:
+            if len(self._passes) == MOST_PIECES_SIZES:
                 return None
             found = self._passes[key] = _PassInPieces(self._decoder, n, num_logits)
         if not found.is_captured:
@@ -503,14 +503,31 @@ class Pieces:
         """Captures a pass; if that fails, why."""
         try:
             if self._buffers is None:
-                self._buffers, self._pool = _Buffers(self._decoder, capture.pieces_rows), capture.pool()
+                self._buffers, self._pool = _PieceBuffers(self._decoder, capture.pieces_rows), capture.pool()
             one.capture(capture, self._pool, self._buffers)
         except (RuntimeError, MemoryError) as error:
             return first_reason(error)
         return None
 
 
-class _Buffers:
+def pieces_bytes(
+    config: ModelConfig, dtype: torch.dtype, row_bytes: int, capture: type[Capture], own_rows: int | None = None
+) -> int:
+    """Bytes of what pieces read and write, and of what they compute on the way.
+
+    Args:
+        row_bytes: of a row inside a layer.
+        capture: what captures them.
+        own_rows: where each pass has memory of its own on the way, the rows of all of them.
+    """
+    most = capture.pieces_rows
+    heads = 2 * (config.num_heads + config.num_kv_heads) * config.head_dim * dtype.itemsize
+    buffers = 8 + rope_bytes(config, 1) + heads + 4 * (config.num_heads + config.vocab_size)
+    on_the_way = row_bytes + config.hidden_size * dtype.itemsize + (4 + dtype.itemsize) * config.vocab_size
+    return most * buffers + (most if own_rows is None else own_rows) * on_the_way
+
+
+class _PieceBuffers:
     """What pieces read and write, at fixed addresses: of each token its id, rotation, query, key, value, result and
     log-sum-exps of attention, and logits."""
 
@@ -536,29 +553,13 @@ class _Buffers:
         return self.token_ids, *self.rotation, self.q, self.out, self.k, self.v, self.lse, self.logits
 
 
-def pieces_bytes(
-    config: ModelConfig, dtype: torch.dtype, row_bytes: int, capture: type[Capture], own_rows: int | None = None
-) -> int:
-    """Bytes of what pieces read and write, and of what they compute on the way.
-
-    Args:
-        row_bytes: of a row inside a layer.
-        capture: what captures them.
-        own_rows: where each pass has memory of its own on the way, the rows of all of them.
-    """
-    most = capture.pieces_rows
-    heads = 2 * (config.num_heads + config.num_kv_heads) * config.head_dim * dtype.itemsize
-    buffers = 8 + rope_bytes(config, 1) + heads + 4 * (config.num_heads + config.vocab_size)
-    on_the_way = row_bytes + config.hidden_size * dtype.itemsize + (4 + dtype.itemsize) * config.vocab_size
-    return most * buffers + (most if own_rows is None else own_rows) * on_the_way
-
-
 class _PassInPieces:
-    """A pass over `n` tokens."""
+    """A pass over `n` tokens in full caches, captured but for its attention: what comes before each layer's, and what
+    comes from the last layer's to the logits."""
 
     def __init__(self, decoder: Decoder, n: int, num_logits: int) -> None:
         self._decoder, self._n, self._num_logits = decoder, n, num_logits
-        self._buffers: _Buffers | None = None
+        self._buffers: _PieceBuffers | None = None
         self._replays: list[Callable[[], None]] = []
         self.passes = 0
         """Those that came before it was captured, and the one it is captured for."""
@@ -567,7 +568,7 @@ class _PassInPieces:
     def is_captured(self) -> bool:
         return bool(self._replays)
 
-    def capture(self, capture: Capture, pool: object, buffers: _Buffers) -> None:
+    def capture(self, capture: Capture, pool: object, buffers: _PieceBuffers) -> None:
         """Raises:
         RuntimeError: it cannot be captured.
         """
@@ -619,7 +620,7 @@ class _BetweenPieces:
 
     length = 0
 
-    def __init__(self, decoder: Decoder, buffers: _Buffers, n: int, cut: Callable[[], None]) -> None:
+    def __init__(self, decoder: Decoder, buffers: _PieceBuffers, n: int, cut: Callable[[], None]) -> None:
         self._rope, self._buffers, self._n, self._cut = decoder.rope, buffers, n, cut
 
     def prepare(self, n: int) -> None:

@@ -364,6 +364,7 @@ class Tier:
 
 
 def cover(logits: Tensor, vocab_size: int) -> Tensor:
-    """`logits` `[n, any]` as `[n, vocab_size]`: surplus tokens are dropped, missing ones get probability 0."""
+    """`logits` `[n, any]` as `[n, vocab_size]`, as distributions are always over the target's vocabulary, and a draft's
+    may be padded otherwise: surplus tokens are dropped, missing ones get probability 0."""
     missing = vocab_size - logits.shape[-1]
     return logits if missing == 0 else F.pad(logits, (0, missing), value=float("-inf"))

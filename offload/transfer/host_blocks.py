@@ -1,14 +1,14 @@
-"""The blocks of one layer in host memory, as they are or packed, and the ring of device buffers they cross the link by.
+"""Blocks in host memory, as they are or packed, and the ring of device buffers by which they cross the link.
 
 A packed block is a slot of `kernels.packing`, keys and values of all heads in one, in three quarters of the bytes. That
 is what crosses the link; it is packed on the device as it leaves and unpacked there as it arrives. A block that does
 not fit into its slot is kept as it is, in memory that is taken a block at a time and used again (`Overflow`).
 
-The ring's buffers are few: blocks flow through them, each used once and overwritten. It keeps as many copies under way
-as it has buffers (but for the one whose block is attended to as it came), so that the link is busy while a block is
-attended to, and between layers too. What comes packed is unpacked into one more buffer, several blocks at once where
-they are small. Between passes, blocks that become whole on the device leave through the same buffers. Blocks that the
-link cannot copy from where they lie go through `staging` as well. It knows neither CUDA nor what a block means.
+The ring has a few buffers: blocks flow through them, each used once and overwritten. The ring knows neither CUDA nor
+what a block means. It keeps as many copies under way as it has buffers (but for the one whose block is attended to as
+it came), so that the link is busy while a block is attended to, and between layers too. What comes packed is unpacked
+into one more buffer, several blocks at once where they are small. Blocks that leave the device go through the same
+buffers. Blocks that the link cannot copy from where they lie go through `staging` as well.
 """
 
 from __future__ import annotations
@@ -181,7 +181,7 @@ class Overflow:
         Raises:
             CapacityError: see `take`.
         """
-        slot = slot_in(buffer, block_slot(*self._shape[1:]).slot_bytes)
+        slot = _slot_in(buffer, block_slot(*self._shape[1:]).slot_bytes)
         _, fits = self.memory.host.pack(block.flatten(0, 1), slot)
         self.note(raw, index, bool(fits))
         return buffer.copy_(block) if index in raw else slot
@@ -249,11 +249,6 @@ class PackedBlocks(HostBlocks):
             head, place = here.nonzero(as_tuple=True)
             found[:, head, place] = block[:, head, tokens[here] % self._layout.tokens]
         return found
-
-
-def slot_in(buffer: Tensor, slot_bytes: int) -> Tensor:
-    """Room for a slot, or several, `[slot_bytes]` uint8 in a buffer that is larger."""
-    return buffer.view(torch.uint8).view(-1)[:slot_bytes]
 
 
 class Ring:
@@ -353,7 +348,7 @@ class Ring:
             return
         comes = source.place if isinstance(source, Staged) else source
         slots = comes.dtype != buffer.dtype
-        place = slot_in(buffer, comes.numel()).view(comes.shape) if slots else self._one(buffer)
+        place = _slot_in(buffer, comes.numel()).view(comes.shape) if slots else self._one(buffer)
         if isinstance(source, Staged):
             assert self._staging
             arrival: Arrival = StagedCopy(self._link, self._staging, source, place)
@@ -405,3 +400,8 @@ class Ring:
         following = next(self._coming, None)
         if following is not None:
             self._fetch(following, buffer)
+
+
+def _slot_in(buffer: Tensor, slot_bytes: int) -> Tensor:
+    """Room for a slot, or several, `[slot_bytes]` uint8 in a buffer that is larger."""
+    return buffer.view(torch.uint8).view(-1)[:slot_bytes]

@@ -1,4 +1,4 @@
-/* The attention that chunks of keys got, as a retrieval cache chooses by it (offload/caches/recent_mass.py). */
+/* The attention that chunks of keys got, as a retrieval cache chooses by it (offload/caches/full.py). */
 
 #include "cpu.h"
 

@@ -60,9 +60,13 @@ class DiskSpace:
         """Starts all threads of the pool, which else begin one by one as there is work for them."""
         start_pool(self.pool)
 
+    def new_file(self, num_slots: int, slot_bytes: int) -> BlockFile:
+        """A file of so many slots; see `BlockFile`."""
+        return BlockFile(self, num_slots, slot_bytes)
+
     def free_bytes(self) -> int:
         """What the disk has room for."""
-        return disk_usage(self.folder)[1]
+        return disk_usage(self.folder).free
 
     def traffic(self) -> Traffic:
         """What was read and written so far."""

@@ -53,7 +53,7 @@ class BlockHomes:
         if placement.num_disk:
             assert disk
             slot_bytes = placement.host_block_bytes(config, dtype)
-            self.file = BlockFile(disk, config.num_layers * placement.num_disk, slot_bytes)
+            self.file = disk.new_file(config.num_layers * placement.num_disk, slot_bytes)
             self.staging = self._make_staging()
         for layer in range(config.num_layers):
             self.host.append(self._blocks(layer))

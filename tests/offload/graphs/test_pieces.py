@@ -11,7 +11,7 @@ from tiny_caches import append, full_cache
 from triforce.kernels.selection import use_kernels
 from triforce.offload import Request, Sampling
 from triforce.offload.caches.full import FullCache
-from triforce.offload.graphs.passes import MOST_SIZES, Graphs, JoinedPasses, Passes
+from triforce.offload.graphs.passes import MOST_PIECES_SIZES, Graphs, JoinedPasses, Passes
 from triforce.tp.decoder import Decoder
 
 GREEDY = Sampling(temperature=0.0)
@@ -113,11 +113,11 @@ def test_more_logits_than_tokens_and_none_are_those_of_a_pass_as_it_comes(decode
 def test_no_more_than_some_sizes_are_captured(decoder):
     recorder = Recorder()
     passes, plain = Passes(decoder, full_cache(decoder), Graphs(recorder)), Passes(decoder, full_cache(decoder))
-    for n in range(1, MOST_SIZES + 3):
+    for n in range(1, MOST_PIECES_SIZES + 3):
         for seed in (1, 2):
             tokens = torch.tensor(random_tokens(n, seed=seed))
             assert torch.equal(passes.forward(tokens, n), plain.forward(tokens, n))
-    assert recorder.captures == MOST_SIZES
+    assert recorder.captures == MOST_PIECES_SIZES
 
 
 @pytest.mark.parametrize("family", ["mistral-window", "qwen3", "qwen3-bias", "llama-bias"])

@@ -118,6 +118,12 @@ def test_a_folder_that_cannot_be_made_is_an_error(space):
         BlockFile(space, 2, ALIGNMENT)
 
 
+def test_a_folder_that_cannot_be_looked_into_is_an_error_with_a_remedy(space):
+    space.folder /= 300 * "x"
+    with pytest.raises(CapacityError, match=r"File name too long.* free.*TRIFORCE_HOME"):
+        BlockFile(space, 2, ALIGNMENT)
+
+
 def failing(*_):
     raise OSError(errno.EIO, os.strerror(errno.EIO))
 

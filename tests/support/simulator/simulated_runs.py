@@ -17,6 +17,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from types import NoneType
 from typing import Any, TypeVar
 
 import torch
@@ -24,7 +25,7 @@ from cuda_simulator import Simulator
 from simulated_gpu import as_on_a_gpu
 from simulated_operations import simulator_off
 from simulated_troubles import Breaking, Broken, fill, sometimes_packed
-from staged_runs import SeenDisk, staged
+from staged_runs import SeenDisk, SeenFile, staged
 from triforce.offload.batch import reading
 from triforce.offload.caches.full import FullCache
 from triforce.offload.caches.retrieval import RetrievalCache
@@ -162,7 +163,9 @@ class _History:
         )
         place = replace(place, num_disk=min(self.num_disk, place.num_host))
         given = {"dtype": kind.dtype, "device": CPU, "disk": self.disk, "host": self.host}
-        return StreamedBlocks(self.decoder.part, self.link, place, **given)
+        blocks = StreamedBlocks(self.decoder.part, self.link, place, **given)
+        assert isinstance(blocks._homes.file, SeenFile if place.num_disk else NoneType), "it would see no disk"
+        return blocks
 
     def new_cache(self) -> FullCache:
         return self.full_cache(self.blocks_of(self.capacity, self.resident))

@@ -103,10 +103,12 @@ class SeenDisk(DiskSpace):
         self.simulator = simulator
 
     def new_file(self, num_slots: int, slot_bytes: int) -> BlockFile:
-        return _SeenFile(self, num_slots, slot_bytes)
+        return SeenFile(self, num_slots, slot_bytes)
 
 
-class _SeenFile(BlockFile):
+class SeenFile(BlockFile):
+    """A file of such a disk."""
+
     def __init__(self, space: SeenDisk, num_slots: int, slot_bytes: int) -> None:
         super().__init__(space, num_slots, slot_bytes)
         self._simulator = space.simulator
