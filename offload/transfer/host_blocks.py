@@ -16,6 +16,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from itertools import islice
 from math import prod
 from threading import Lock
@@ -30,7 +31,7 @@ from ...kernels.packing import gather_packed, unpack
 from ...tp.errors import CapacityError
 from ..limits import MOST_TOGETHER
 from .host_memory import HostMemory
-from .link import Arrival, Link
+from .link import Arrival, Link, LinkError
 from .placement import block_slot
 from .staging import Source, Staged, StagedCopy, Staging
 
@@ -281,9 +282,11 @@ class Ring:
         if len(self._leaving) < len(self.buffers):
             buffer = self.buffers[len(self._leaving)]
         else:
-            buffer, departure = self._leaving.popleft()
+            buffer, departure = self._leaving[0]
             departure.wait()
         source, target = host.leave(index, block, self._one(buffer))
+        if len(self._leaving) == len(self.buffers):  # only now, or a block that has no room would take the buffer along
+            self._leaving.popleft()
         if isinstance(target, Tensor):
             self._leaving.append((buffer, self._link.store(source, target)))
         else:
@@ -296,10 +299,12 @@ class Ring:
         Raises:
             LinkError: a copy failed.
         """
-        self._link.wait_for_stores()
-        self._leaving.clear()  # where a pass was broken off, it does not say which buffers are in use
-        if self._staging:
-            self._staging.wait_for_writes()
+        try:
+            self._link.wait_for_stores()
+        finally:
+            self._leaving.clear()  # where a pass was broken off, it does not say which buffers are in use
+            if self._staging:
+                self._staging.wait_for_writes()
 
     @property
     def memory(self) -> list[Tensor]:
@@ -318,15 +323,13 @@ class Ring:
         return found
 
     def stop(self) -> None:
-        """Drops what is left of the blocks that were begun; what is computed from here on comes after their copies.
-
-        Raises:
-            LinkError: a copy failed.
-        """
+        """Drops what is left of the blocks that were begun; what is computed from here on comes after their copies. One
+        that failed is no error: nobody wants its block."""
         under_way, self._under_way = self._under_way, deque()
         self._coming = iter(())
         for _, _, arrival in under_way:
-            arrival.wait()
+            with suppress(LinkError):
+                arrival.wait()
         if self._staging:
             self._staging.stop()
 

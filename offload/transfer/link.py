@@ -109,7 +109,7 @@ class Link(Protocol):
         ...
 
     def wait_for_stores(self) -> None:
-        """Returns when all stores are done.
+        """Returns when all stores are done, also where some failed.
 
         Raises:
             LinkError: one of them failed.
@@ -156,8 +156,9 @@ class ThreadLink:
 
     def wait_for_stores(self) -> None:
         stores, self._stores = self._stores, []
-        for copy in stores:
-            copy.wait()
+        failed = [copy for copy in stores if not copy.succeeds()]
+        if failed:
+            failed[0].wait()
 
     def traffic(self) -> Traffic:
         with self._lock:
@@ -238,6 +239,12 @@ class _Copy:
             self.done.wait()
             self._link.note_wait(time.perf_counter() - began)
         self.wait_on_host()
+
+    def succeeds(self) -> bool:
+        """Waits for the copy; whether it did not fail."""
+        with suppress(LinkError):
+            self.wait()
+        return self.error is None
 
     def wait_on_host(self) -> None:
         self.done.wait()

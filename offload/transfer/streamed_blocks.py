@@ -12,7 +12,6 @@ while it goes on: a prompt's keys and values leave the device once.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from dataclasses import replace
 from itertools import chain
 from math import prod
@@ -27,7 +26,7 @@ from ..held import Held
 from .device_blocks import Blocks, Footprint, PausedPass, on_host, pieces_of, read_tokens, write_tokens
 from .host import HOST, Host
 from .host_blocks import RawBlocks, Ring
-from .link import Link, LinkError, Traffic
+from .link import Link, Traffic
 from .placement import Placement
 from .staged.block_file import DiskSpace
 from .staged.block_homes import BlockHomes
@@ -380,10 +379,8 @@ class StreamedBlocks:
         return k, v
 
     def _stop_ring(self) -> None:
-        """A pass that was broken off has left copies under way, to buffers that are used next. That some of them failed
-        is of no interest."""
-        with suppress(LinkError):
-            self._ring.stop()
+        """A pass that was broken off has left copies under way, to buffers that are used next."""
+        self._ring.stop()
 
     def rollback(self, length: int) -> None:
         if length >= max(self._bases):

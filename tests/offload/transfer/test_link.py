@@ -79,10 +79,26 @@ def test_failing_copy_is_raised_where_its_block_is_taken(link):
         next(taken)
 
 
-def test_failing_store_is_raised_when_stores_settle(link):
+def test_a_ring_that_is_stopped_waits_for_all_copies_also_where_some_failed():
+    link = ThreadLink(bytes_per_s=1e6)
+    last = torch.empty(BLOCK)
+    ring = Ring(link, [torch.empty(BLOCK), torch.empty(BLOCK), last])
+    ring.begin(iter([torch.zeros(3, 5), torch.zeros(3, 5), torch.ones(BLOCK)]))
+    ring.stop()
+    assert torch.all(last == 1)
+    ring.begin(iter(blocks(4)))
+    assert [float(block.mean()) for block in ring.next_blocks(4)] == [0.0, 1.0, 2.0, 3.0]
+    link.close()
+
+
+def test_failing_store_is_raised_when_all_stores_settle():
+    link, target = ThreadLink(bytes_per_s=1e6), torch.zeros(BLOCK)
     link.store(torch.zeros(4), torch.zeros(3))
+    link.store(torch.ones(BLOCK), target)
     with pytest.raises(LinkError):
         link.wait_for_stores()
+    assert torch.all(target == 1)
+    link.close()
 
 
 def test_fetch_sees_what_was_stored_before(link):
