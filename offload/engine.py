@@ -127,7 +127,7 @@ class Engine:
             dtype: `auto` (the checkpoint's own), `float32`, `bfloat16` or `float16`.
             gpus: ranks that share the model; more than 1 under torchrun, which then says how many there are.
             resident: GiB of the KV cache kept on each device, the rest streams from host memory; `None`: on a GPU as
-                much as fits, on a CPU all.
+                much as fits, on a CPU all that fits into host memory.
             link_gbps: on a CPU, what the link to the streamed part may carry, in gigabytes a second.
             capacity: tokens the run will hold, prompt and answer, if known: memory is then checked before weights load.
             room: tokens that the cache kept between runs has room for beyond a run's, if they fit, for a longer one.
@@ -269,7 +269,7 @@ class Engine:
                 doubles. Otherwise they wait, which is sooner done in all.
             on_prefill: called with a sequence's index and the share of its prefill done, 0 to 1.
             tiers, interrupted: see `stream`.
-            reuse, on_memory, contexts: see `stream`; of the first sequence.
+            reuse, on_memory, contexts: see `stream`; of the first sequence that is not refused.
 
         Raises:
             ContextError: the context that is asked for cannot be used.

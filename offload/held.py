@@ -1,7 +1,7 @@
 """What owners of tensors hold on the compute device, by the part of the run plan that counts it.
 
 Whoever keeps tensors from one round to the next has `held()`, which gives each with its part, a field of `RunPlan`, or
-`captured` of what captured passes keep, which its reserve is for. `Engine.held` gives all of them.
+`captured` of what captured passes keep, which on a GPU its reserve is for. `Engine.held` gives all of them.
 """
 
 from __future__ import annotations

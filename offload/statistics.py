@@ -17,7 +17,7 @@ class Statistics:
 
     prompt_tokens: int = 0
     reused_tokens: int = 0
-    """Leading prompt tokens whose keys and values were there already: from the run before, or saved."""
+    """Leading prompt tokens whose keys and values were there: of an earlier run, of another sequence, or saved."""
     token_ids: list[int] = field(default_factory=list)
     finish_reason: str = "interrupted"
     """`length`, `eos`, or `interrupted` as long as neither happened."""
@@ -46,14 +46,14 @@ class Statistics:
     kv_read_s: float = 0.0
     """Seconds it took for that; 0 on a GPU, where it is not known."""
     link: Traffic = field(default_factory=Traffic)
-    """What crossed the link while decoding."""
+    """What crossed the link while decoding; in totals of a run, with what its prompts took."""
     kv_bytes: int = 0
     host_peak_bytes: int = 0
     device_peak_bytes: int = 0
 
-    def after_prefill(self, token: int, seconds: float) -> Statistics:
-        """These statistics with the prefill and its first token added."""
-        return replace(self, token_ids=[*self.token_ids, token], prefill_s=seconds, ttft_s=seconds)
+    def after_prefill(self, token: int, seconds: float, ttft_s: float) -> Statistics:
+        """These statistics with a prefill of `seconds` and its first token added, which was waited for `ttft_s`."""
+        return replace(self, token_ids=[*self.token_ids, token], prefill_s=seconds, ttft_s=ttft_s)
 
     def after_round(self, tokens: list[int], seconds: float, refresh_s: float, *, drafted: bool) -> Statistics:
         """These statistics with a round added that took `seconds`, of them `refresh_s` for the retrieval cache."""

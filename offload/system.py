@@ -25,7 +25,7 @@ class System:
     """The machine, or what stands for it."""
 
     clock: Callable[[], float] = time.perf_counter
-    """Seconds; what rounds and readings are timed with."""
+    """Seconds; what passes, rounds and readings are timed with."""
     synchronize: Callable[[torch.device], None] = synchronize
     """Returns when a device has finished all work that was submitted to it."""
     make_link: Callable[[torch.device, float | None], Link] = make_link

@@ -19,7 +19,7 @@ from ..contexts.manifest import ContextError
 from ..graphs.passes import Graphs
 from ..held import Held
 from ..planning.memory import device_peak_bytes, host_peak_bytes, shortage_explained
-from ..rank_agreement import RankAgreement, RoundDecision
+from ..rank_agreement import RoundDecision, agree
 from ..run_document import batch_document
 from ..settings import MOST_SEQUENCES
 from ..speculation.distribution import SequencesFailed
@@ -91,7 +91,6 @@ class Run(Iterator[Event]):
         self._most, self._reuse = min(order.most, MOST_SEQUENCES), order.reuse
         self._more, self._interrupted = more, interrupted or (lambda: False)
         self._on_prefill, self._on_memory = on_prefill, on_memory
-        self._agreement = RankAgreement(self._target.ranks)
         self._joining: list[BatchSequence] = []  # on rank 0
         self._short_of_memory = False  # since no sequence has left
         self._reading: Reading | None = None  # the prompt whose next slices come after the next round
@@ -557,8 +556,8 @@ class Run(Iterator[Event]):
         opened.read_before = opened.full.read_so_far()
         opened.traffic_before = opened.full.traffic()
         seconds = reading.seconds + now - began
-        statistics = sequence.statistics.after_prefill(token, seconds)
-        sequence.record(replace(statistics, ttft_s=now - (reading.began if self._alone else sequence.joined)))
+        waited_s = now - (reading.began if self._alone else sequence.asked_at)
+        sequence.record(sequence.statistics.after_prefill(token, seconds, waited_s))
         sequence.state = "running"
         return Round(0, [token], seconds, 0, 0, False)
 
@@ -629,11 +628,12 @@ class Run(Iterator[Event]):
 
     def _agree(self, sequences: Sequence[BatchSequence], drawn: list[RoundDecision]) -> list[RoundDecision]:
         """Sets what every tier decided to what rank 0's did; what all ranks do with these sequences. See
-        `RankAgreement`. Takes in those that join."""
+        `rank_agreement`. Takes in those that join."""
         self._note_interrupt()
         self._ask()
         decisions, waiting = [number for tier in self.tiers for number in tier.control.decisions], self._waiting()
-        drawn, decisions, unwanted, joining, self._ended = self._agreement.agree(
+        drawn, decisions, unwanted, joining, self._ended = agree(
+            self._target.ranks,
             drawn,
             decisions,
             [one.asked_to_end for one in waiting],

@@ -108,7 +108,7 @@ class ActiveSequence(TokenSequence):
 class BatchSequence:
     """One of the sequences that are decoded together."""
 
-    def __init__(self, order: Order, joined: float, request: Request | None = None) -> None:
+    def __init__(self, order: Order, asked_at: float, request: Request | None = None) -> None:
         """Args:
         joined: when it was asked for, by the run's clock.
         request: what was asked for, on rank 0, if its stop check or its tag is wanted.
@@ -126,8 +126,8 @@ class BatchSequence:
         self.waits_for: str | None = None
         """Why it has not begun, where others had to be served first."""
         self.active_or_none: ActiveSequence | None = None
-        self.joined = joined
-        self.since = joined
+        self.asked_at = asked_at
+        self.since = asked_at
         """When its last round ended."""
         self.logprobs: list[TokenLogprobs] = []
         """Of the tokens so far, where the request wants them."""

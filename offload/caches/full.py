@@ -246,7 +246,7 @@ class FullCache:
         self.blocks.prepare(self._begin - self.start, n)
 
     def begin(self, n: int) -> None:
-        """Announces a pass over `n` tokens that several caches attend in together."""
+        """Announces a pass over `n` tokens, which may be one of several caches together."""
         self._begin, self._stop = self.length, self.length + n
         if self.states:
             self.states.begin(self.length, n)
@@ -304,7 +304,7 @@ class FullCache:
             self.blocks.append(place, start - self.start, k, v)
         self._filled[layer] += k.shape[1]
 
-    def appended(self, layer: int, n: int) -> None:
+    def note_appended(self, layer: int, n: int) -> None:
         """Says that so many tokens were added to a layer, whose keys and values are in their places."""
         self._filled[layer] += n
 
@@ -753,13 +753,13 @@ class RecentMass:
         mean, weight = self._means[layer], min(1.0, shares.shape[1] / RECENT_ROWS)
         if not self._is_known[layer]:
             weight, self._is_known[layer] = 1.0, True
+        # Chunks behind these are of tokens that were rolled back.
+        kept = 0 if weight == 1.0 else min(-(-start // self._chunk_size), self._max_chunks)
         if adds_mass_compiled(shares):
-            kept = 0 if weight == 1.0 else min(-(-start // self._chunk_size), self._max_chunks)
             add_mass_compiled(mean, [(one.first, one.shares, one.lse) for one in parts], lse, kept, weight)
             return
         # What is not finite, of a draft token that is rejected for that, must not stay: hence `nan_to_num`.
         found = [(first, self._by_head(shares)) for first, shares in _consecutive_shares(parts, lse)]
-        kept = 0 if weight == 1.0 else -(-start // self._chunk_size)  # behind them are those that were rolled back
         if len(found) > 1 or found[0][0]:
             mean[:, kept:] = 0
             mean[:, :kept] *= 1 - weight

@@ -218,7 +218,7 @@ class SharedAttention:
         began = time.perf_counter()
         step(addresses)
         for cache, count in zip(self._caches, self._counts, strict=True):
-            cache.appended(layer, count)
+            cache.note_appended(layer, count)
         read = [holder.cache.reads.num_bytes for holder in self._holders]
         for holder in self._holders:
             for span, first, m in holder.parts:

@@ -110,7 +110,7 @@ class JoinedRetrievalCache(JoinedCache):
         rows = put_rows(step.rows, layer, (q, k, v), caches[0].rope, self._rotation)
         step([one.data_ptr() for both in buffers for one in both])
         for cache, count in zip(caches, self.counts, strict=True):
-            cache.appended(layer, count)
+            cache.note_appended(layer, count)
         return rows.out
 
     def _made_step(

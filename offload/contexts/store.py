@@ -211,11 +211,11 @@ class ContextStore:
                 found.append((prefix.tokens, self.used(name), prefix))
         return max(found, key=lambda one: one[:2])[2] if found else None
 
-    def any_of_shape(self, manifest_shape: object) -> bool:
+    def any_of_shape(self, shape: Shape) -> bool:
         """Whether some context has keys and values of this shape, so that a fingerprint is worth its time."""
         for name in self.names():
             try:
-                if self.load(name).shape == manifest_shape:
+                if self.load(name).shape == shape:
                     return True
             except ContextError:
                 continue

@@ -67,8 +67,9 @@ class ContextUse:
         return self._order is not None or (self.prefix is not None and not full.length)
 
     def begin(self, full: FullCache) -> Generator[None, None, None]:
-        """Restores what is saved into `full`, as far as it is undamaged, where that is empty; and prepares to save.
-        Every rank iterates over it; a single one can do other things on the way, while threads go on with it.
+        """Restores what is saved into `full`, as far as it is undamaged, if `full` is empty or is to be saved under the
+        same name; and prepares to save. Every rank iterates over it; a single one can do other things on the way, while
+        threads go on with it.
 
         Raises:
             ContextError: nothing can be saved, where that is required.

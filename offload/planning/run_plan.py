@@ -1,8 +1,8 @@
 """The run plan: for a model, a machine and a request, which lengths, how many bytes where, and which placement.
 
 Made once for a run and read by everyone else: the engine and its caches, memory checks, reports, `triforce models`,
-`plan` and `bench --shape`. Every byte of a run is counted here and nowhere else. What passes are expected to cost
-follows from it in `cost_model`. Pure arithmetic: nothing is allocated or looked up.
+`plan` and `bench --shape`. Every byte of a run is counted here; what runs counts only what it has taken. What passes
+are expected to cost follows from it in `cost_model`. Pure arithmetic: nothing is allocated or looked up.
 """
 
 from __future__ import annotations

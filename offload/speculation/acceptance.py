@@ -28,7 +28,7 @@ def accept(
     logits: Tensor | None = None,
 ) -> tuple[list[tuple[int, int]], list[list[float]]]:
     """Accepts some of the tokens proposed for each sequence and draws the token that follows them. Waits for the device
-    once; where some sequences have fresh noise and others common noise, once more for each of these.
+    once; where some sequences have fresh noise and a draft, and others do not, once more for each of these.
 
     A sequence's accepted tokens followed by the returned one are distributed exactly as if drawn one by one from its
     rows of `target`, provided token `i` of the proposed was drawn from row `i` of its draft; with common noise whatever

@@ -53,7 +53,7 @@ class DraftControl:
     fixed: int | None = field(default=None, init=False)
     """`draft_tokens` as set by hand."""
     longest: int = field(default=8, init=False)
-    """The most `draft_tokens` may become."""
+    """The maximum of `draft_tokens`, unless it is set by hand."""
     early_end: float | None = field(default=None, init=False)
     """`least_chance` as set by hand; `None` is by costs."""
     draft_tokens: int = field(default=4, init=False)

@@ -17,8 +17,8 @@ SHARE = 0.004
 """Of the time of a tier's steps, for probes: two levels together stay below 1 %."""
 
 LEARNING = 32
-"""Tokens of a text in which both ways are tried: once unless one is expected to take more than `_HOPELESS` times as
-long, `_ENOUGH` times unless it takes more than `_WORSE` times as long."""
+"""Tokens of all texts of a tier in which both ways are tried: once unless one is expected to take more than `_HOPELESS`
+times as long, `_ENOUGH` times unless it takes more than `_WORSE` times as long."""
 
 _HOPELESS, _WORSE = 3.0, 1.5
 

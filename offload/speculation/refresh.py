@@ -113,8 +113,8 @@ class RetrievalRefresh:
         self.retrieval.source.keep_mass(self.mass_rows if work >= RetrievalWork.REBUILD else 0)
 
     def is_due(self, work: RetrievalWork, proposed: int, accepted: int, *, drafts: bool) -> bool:
-        """Whether chunks are chosen anew with the round under way, which accepted so many of the `proposed` tokens.
-        Asked once a round: it counts them.
+        """Whether a cache that is kept up to date gets other chunks with the round under way, which accepted so many of
+        the `proposed` tokens. Asked once a round: it counts them.
 
         Args: `drafts` says whether tokens are drafted from here on: if not, the choice waits.
         """

@@ -60,7 +60,8 @@ class Tier:
         Nothing comes after an end-of-sequence token. Contexts are not changed.
 
         Raises:
-            NotFiniteError: of some sequences logits are not finite; contexts and caches are as far as they came.
+            NotFiniteError, GrammarFailed: of some sequences logits are not finite, or a grammar cannot go on; contexts
+                and caches are as far as they came.
 
         Args: `rated`: whether `TokenSequence.rated` gets how sure this tier is of the tokens.
         """

@@ -53,7 +53,8 @@ class Blocks(Protocol):
     dtype: torch.dtype
     device: torch.device
     all_on_device: bool
-    """Whether chunks can be gathered at any time for nothing, or should be copied while their blocks pass."""
+    """Whether all blocks stay on the device, where chunks can be gathered at any time for next to nothing; else they
+    are to be copied while their blocks pass."""
 
     @property
     def capacity(self) -> int:
@@ -164,7 +165,7 @@ class DeviceBlocks:
     def __init__(
         self, config: ModelConfig, *, dtype: torch.dtype, device: torch.device, capacity: int, block_size: int
     ) -> None:
-        """Reserves room for `capacity` tokens; memory is taken as tokens come."""
+        """Reserves room for `capacity` tokens; on a CPU the system gives large ones memory as tokens come."""
         self.block_size, self.dtype, self.device = block_size, dtype, device
         shape = (-(-capacity // block_size), 2, config.num_kv_heads, block_size, config.head_dim)
         layers = range(config.num_layers)

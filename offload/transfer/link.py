@@ -89,7 +89,8 @@ class Copy(Arrival, Protocol):
 
 
 class Link(Protocol):
-    """Copies in the order they are asked for, each direction on its own; a fetch comes after all earlier stores."""
+    """Copies in the order they are asked for, though directions need not wait for each other; but a fetch comes after
+    all earlier stores."""
 
     direct: bool
     """Whether the device computes on host memory itself, so that what is there need not be copied."""

@@ -3,10 +3,10 @@ What exceeds host memory is on a disk: the first of the blocks that are not resi
 
 The newest tokens stay on the device in an *open* stretch per layer, so what a verification adds crosses the link only
 once its block is full. Between two passes nothing else crosses, unless chunks are gathered, blocks are moved off the
-device, or tokens of a whole block are taken back. A pass over a few tokens reads every block once, the resident ones
-while the first of the others is on its way. A pass over many (a prefill) collects one layer at a time in a *workspace*
-on the device, where its keys lie in one piece, attends there, and writes each block to its home, through the ring,
-while it goes on: a prompt's keys and values leave the device once.
+device, tokens of a whole block are taken back, or what is here is saved or restored. A pass over a few tokens reads
+every block once, the resident ones while the first of the others is on its way. A pass over many (a prefill) collects
+one layer at a time in a *workspace* on the device, where its keys lie in one piece, attends there, and writes each
+block to its home, through the ring, while it goes on: a prompt's keys and values leave the device once.
 """
 
 from __future__ import annotations
