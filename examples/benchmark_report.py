@@ -22,10 +22,16 @@ DOCS = Path(__file__).parent.parent / "docs"
 
 INTRODUCTION = """# Benchmarks
 
-What was measured where, with the command. This page is written by `examples/benchmark_report.py` from the JSON files in
-[benchmarks](benchmarks), which hold every run; what `bench` measures, and what its floor is, is said in
-[bench.md](bench.md). Until 2026-11-22 the embedded pair was its first edition: 5.8 M parameters instead of 7.7 M, the
-KV cache as large ([model card](../tp/embedded/README.md)).
+For anyone who wants to compare the speed of `triforce-cli` with plain decoding and with other systems: each measurement
+has its machine, its command and its figures.
+
+* Sections named `bench-…` measure several numbers of tiers with [`triforce bench`](bench.md). That page explains the
+  figures.
+* Sections named `compare-…` measure this engine and other systems with `triforce compare`. Each system runs in a
+  process of its own. TTFT is the time to first token, TBT the time between tokens.
+* `embedded` is the embedded pair. Until 2026-11-22 it was its first edition: 5.8 M parameters instead of 7.7 M, and a
+  KV cache of the same size ([model card](../tp/embedded/README.md)).
+* The JSON files in [benchmarks](benchmarks) have every run. `examples/benchmark_report.py` writes this page from them.
 """
 
 
@@ -65,9 +71,9 @@ def heading(document: dict[str, Any], path: Path) -> list[str]:
     return [
         f"## {path.stem}",
         "",
-        f"{document['model']} in {document['dtype']} on {machine_in_words(where)} ({where['cores']} cores, "
-        f"{gib(where['memory_bytes'])} of memory), {document['date']}; triforce {document['version']}, "
-        f"PyTorch {where['torch']}, Python {where['python']}; [every run]({path.parent.name}/{path.name}).",
+        f"Model {document['model']} in {document['dtype']} on {machine_in_words(where)} ({where['cores']} cores, "
+        f"{gib(where['memory_bytes'])} of memory). Measured on {document['date']} with triforce {document['version']}, "
+        f"PyTorch {where['torch']} and Python {where['python']}. [JSON of every run]({path.parent.name}/{path.name}).",
         "",
         "<!-- not run: minutes to hours, on an idle machine -->",
         "```bash",
@@ -81,10 +87,10 @@ def bench_section(document: dict[str, Any], path: Path) -> str:
     derived = "derived" if any(at["floor"] for at in document["contexts"]) else "-"
     lines = heading(document, path)
     lines += [
-        f"{capitalised(bench_report.conditions(document))}. Accepted: of the tokens tested.",
+        f"{capitalised(bench_report.conditions(document))}.",
         "",
-        "| context | tiers | TBT, ms | tokens/s | speed-up | accepted: small model | retrieval cache | tokens a round "
-        f"| floor, ms ({derived}) | prefill, s |",
+        "| context | tiers | TBT, ms | tokens/s | speed-up | accepted: small model | accepted: retrieval cache "
+        f"| tokens a round | floor, ms ({derived}) | prefill, s |",
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for at in document["contexts"]:
@@ -117,14 +123,15 @@ def comparison_section(document: dict[str, Any], path: Path) -> str:
     lines = heading(document, path)
     interrupted = "; interrupted" if document["interrupted"] else ""
     batch = document.get("batch")
-    sequences = f"{batch} sequences together over one text, a question of its own for each, " if batch else ""
+    sequences = f"{batch} sequences together over one text, each with a question of its own; " if batch else ""
     lines += [
-        f"{sequences}{document['prompt_tokens']:,} tokens of prompt, {document['new_tokens']:,} new ones, "
+        f"{sequences}{document['prompt_tokens']:,} prompt tokens, {document['new_tokens']:,} new tokens, "
         f"{sampling_in_words(document['sampling'])}; {_repeats(document['repeats'])} in a process of its own"
-        f"{interrupted}. Speed-up of triforce: TBT ÷ its own."
-        f"{' Tokens/s of all sequences; TTFT until each has its first token.' if batch else ''}",
+        f"{interrupted}. Speed-up of triforce: the system's TBT ÷ triforce's TBT."
+        f"{' Tokens/s of all sequences together; TTFT: until each sequence has its first token.' if batch else ''}",
         "",
-        "| system | TTFT, s | TBT, ms | tokens/s | memory of the process | speed-up of triforce | greedy text |",
+        "| system | TTFT, s | TBT, ms | tokens/s | peak memory of the process | speed-up of triforce "
+        "| greedy text, compared with triforce's |",
         "|---|---|---|---|---|---|---|",
     ]
     for system in document["systems"]:
