@@ -175,7 +175,7 @@ class RetrievalCache:
             return None
         return slot
 
-    def appended(self, layer: int, n: int) -> None:
+    def note_appended(self, layer: int, n: int) -> None:
         """Says that so many tokens were added to a layer."""
         self._filled[layer] += n
 
