@@ -29,7 +29,15 @@ ROOT = Path(__file__).parents[1]
 PAGES = [
     *(
         ROOT / name
-        for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "tp/embedded/README.md", "tests/README.md")
+        for name in (
+            "README.md",
+            "CONTRIBUTING.md",
+            "CHANGELOG.md",
+            "tp/embedded/README.md",
+            "tests/README.md",
+            "examples/README.md",
+            "examples/train/pair/README.md",
+        )
     ),
     *sorted((ROOT / "docs").glob("*.md")),
 ]

@@ -197,7 +197,7 @@ def patched_modules(path: Path, ours: set[str]) -> list[str]:
 
 STILL_PATCH = {
     # It times functions where they are called from: no argument could carry its clock into a kernel.
-    "examples/cpu_results.py",
+    "examples/measure/cpu_results.py",
 }
 """Files that set names of modules of ours, until they are handed what they change."""
 

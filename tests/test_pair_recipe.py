@@ -17,7 +17,7 @@ from triforce.tp.weights.registry import PRESETS
 from triforce.tp.weights.tokenizer import Tokenizer as Loaded
 
 ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT / "examples"))
+sys.path.insert(0, str(ROOT / "examples" / "train"))
 
 from pair import circuit, questions  # noqa: E402
 from pair import data as pair_data  # noqa: E402

@@ -17,7 +17,7 @@ DOCS = ROOT / "docs"
 
 def test_the_committed_page_is_made_of_the_committed_measurements():
     text = (DOCS / "benchmarks.md").read_text(encoding="utf-8")
-    assert text == benchmark_report.page(DOCS / "benchmarks"), "run python examples/benchmark_report.py"
+    assert text == benchmark_report.page(DOCS / "benchmarks"), "run python examples/measure/benchmark_report.py"
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ import pytest
 from serving.hostile_clients import KINDS
 from serving.load import Load
 
-HOSTILE_LOAD = Path(__file__).parents[3] / "examples" / "serving" / "hostile_load.py"
+HOSTILE_LOAD = Path(__file__).parents[3] / "examples" / "measure" / "serving" / "hostile_load.py"
 
 COMPLETION = "/v1/completions"
 

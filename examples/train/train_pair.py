@@ -1,6 +1,6 @@
 """Train the embedded pair: tokenizer, long-context target and small draft, from a folder of plain-text files.
 
-    python examples/train_pair.py --texts BOOKS --held-out emma.txt --out DIR
+    python examples/train/train_pair.py --texts BOOKS --held-out emma.txt --out DIR
 
 The same command resumes: every phase writes checkpoints under `DIR/checkpoints`, and a run continues from the
 newest one with the samples that an uninterrupted run would have drawn. `DIR/target` and `DIR/draft` are ordinary

@@ -1,6 +1,6 @@
 """Measures answers in a form: how many are complete and of their schemas, and what following a grammar costs.
 
-    python examples/form_results.py --schemas 500
+    python examples/measure/form_results.py --schemas 500
 
 Random bounded schemas at temperature 1, eight answers at a time; the time of a mask over the answers that came; and
 rounds with a grammar against rounds without, over the same tokens, in turns.

@@ -1,6 +1,6 @@
 """Runs everything that only a GPU can show, in order and within eight minutes: memory, tests, bandwidths, steps, runs.
 
-    python examples/gpu_results.py --out gpu-results
+    python examples/measure/gpu_results.py --out gpu-results
 
 Each part is a process with a time limit of its own; one that fails or hangs costs no other part. `results.json` in the
 folder is written anew after each part, `log.txt` has what the parts printed. Most parts are commands of `triforce`,
@@ -26,7 +26,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 TOTAL_S = 470.0
 """Seconds for all parts together; those that no time is left for are skipped, and said to be."""
 

@@ -1,6 +1,6 @@
 """Measures what saved contexts cost and save: reading with and without writing, and first words after restoring.
 
-    python examples/context_results.py --prompt-file book.txt --tokens 32768
+    python examples/measure/context_results.py --prompt-file book.txt --tokens 32768
 
 Restoring is measured with the files in the page cache and without (`posix_fadvise` drops them), beside the speed at
 which the same files are read sequentially with direct reads in the same minute.

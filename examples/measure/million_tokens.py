@@ -1,7 +1,7 @@
 """Reads a million tokens for real, finds a passage in them, and writes the same tokens with three tiers as with one.
 
-    python examples/million/read.py                                # 1,048,576 tokens
-    python examples/million/read.py --tokens 65536 --json out.json
+    python examples/measure/million_tokens.py                                # 1,048,576 tokens
+    python examples/measure/million_tokens.py --tokens 65536 --json out.json
 
 The model is tiny, and its weights are put together by hand: two layers with one head of 32. The first notes at each
 token the one before it, by RoPE pairs that turn fast. The second looks for the place whose note is the current token,

@@ -1,6 +1,6 @@
 """Measures what rounds of speculation bring: lengths, early ends, drafts that are looked up, and drafting that stops.
 
-    python examples/rounds_results.py lengths drafts grid --prompt-file book.txt --store contexts --json rounds.json
+    python examples/measure/rounds_results.py lengths drafts grid --prompt-file book.txt --store contexts --json rounds.json
 
 * `lengths`: over a slow link, at most 24 and at most 128 draft tokens, with and without early ends.
 * `drafts`: no draft, a trained one, one that is looked up, and both, for a novel, source code and a table.
@@ -192,7 +192,7 @@ def _options(given: Any, link: str) -> dict[str, Any]:
 
 def code(tokenizer: Tokenizer, size: int) -> list[int]:
     """Source code of this project, and a question that quotes one of its functions, with the quotation begun again."""
-    folder = Path(__file__).resolve().parents[1] / "offload" / "speculation"
+    folder = Path(__file__).resolve().parents[2] / "offload" / "speculation"
     source = "\n\n".join(path.read_text(encoding="utf-8") for path in sorted(folder.glob("*.py")))
     start = source.index("def expected_tokens(")
     function = source[start : source.index("\n\n\n", start)]

@@ -1,7 +1,7 @@
 """Honest clients of `triforce serve` beside hostile ones: every honest answer must come, and be the text that it is
 alone; what the server holds must not grow.
 
-    python examples/serving/hostile_load.py --minutes 30 --json load.json
+    python examples/measure/serving/hostile_load.py --minutes 30 --json load.json
 
 It starts a server, whose contexts are in a temporary directory, and asks each honest question once while nobody else
 asks. Then honest clients ask the same questions again and again, wait as long as they are told to where they are

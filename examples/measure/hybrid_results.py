@@ -1,8 +1,8 @@
 """Measures a model with linear attention on a CPU: reading a prompt beside transformers, drafts on a text that quotes
 itself, and what it costs to take drafted tokens back.
 
-    python examples/hybrid_results.py --tokens 32768 --json hybrid.json
-    python examples/hybrid_results.py --tokens 2048 --parts rejections --dtype bfloat16
+    python examples/measure/hybrid_results.py --tokens 32768 --json hybrid.json
+    python examples/measure/hybrid_results.py --tokens 2048 --parts rejections --dtype bfloat16
 
 The model has the shape of Qwen3.5-0.8B and random weights, of which the last ones are such that it quotes: each token
 has a likely successor, with which passages of the prompt go on, and a second one, which begins another passage. What

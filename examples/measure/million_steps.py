@@ -1,7 +1,7 @@
 """Steps of the embedded pair's shape over a million tokens of synthetic KV, beside the memory floor.
 
-    python examples/million/steps.py --json steps.json
-    python examples/million/steps.py --tokens 262144 --dtype bfloat16
+    python examples/measure/million_steps.py --json steps.json
+    python examples/measure/million_steps.py --tokens 262144 --dtype bfloat16
 
 It is `triforce bench --shape` of a copy of the configuration with as many positions as that takes: the weights were
 trained for 131,072, and a step's time depends neither on weights nor on positions. All other options are those of

@@ -1,6 +1,6 @@
 """Measures how much longer a token takes while other processes take the cores.
 
-    python examples/busy_results.py --prompt-file book.txt --tokens 8192 --tiers 1,3
+    python examples/measure/busy_results.py --prompt-file book.txt --tokens 8192 --tiers 1,3
 
 Each answer of a model is written in three windows of a few seconds, beside no busy process, beside one, and beside one
 for each core, in this order and in the other; a window is timed from when the processes have run for a second. Shown

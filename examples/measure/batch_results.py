@@ -1,6 +1,6 @@
 """Measures what decoding several sequences together brings: many questions about one text, and texts of their own.
 
-    python examples/batch_results.py --prompt-file book.txt --tokens 32768 --questions 8
+    python examples/measure/batch_results.py --prompt-file book.txt --tokens 32768 --questions 8
 
 Every figure is a median over repeats that take turns; ratios are within one turn.
 """

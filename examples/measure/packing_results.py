@@ -1,8 +1,8 @@
 """Measures how far real keys and values can be packed without loss, how fast `unpack` is, and what a run that streams
 them takes.
 
-    python examples/packing_results.py --prompt-file BOOKS/emma.txt --tokens 8192 32768 --json packing.json
-    python examples/packing_results.py --prompt-file BOOKS/emma.txt --tokens 32768 --streamed-only --link-gbps 1
+    python examples/measure/packing_results.py --prompt-file BOOKS/emma.txt --tokens 8192 32768 --json packing.json
+    python examples/measure/packing_results.py --prompt-file BOOKS/emma.txt --tokens 32768 --streamed-only --link-gbps 1
 
 The pair's target reads a book in bfloat16. Its keys and values are counted with 3 and with 4 bits of exponent below the
 largest of a group, for groups of 64 tokens of a channel and of 64 channels of a token; then they are packed as

@@ -1,8 +1,8 @@
 """Measures the steps of the embedded pair on this CPU: with plain PyTorch, with compiled attention, with all compiled
 kernels, and where passes of the tiers that draft are captured and replayed, too.
 
-    python examples/cpu_results.py --contexts 32768 131072 --json cpu.json
-    python examples/cpu_results.py --contexts 32768 --prefill
+    python examples/measure/cpu_results.py --contexts 32768 131072 --json cpu.json
+    python examples/measure/cpu_results.py --contexts 32768 --prefill
 
 Each kind of step is timed as a whole and by part, over a cache of zeros, with random weights: its time does not depend
 on them. Two bounds are measured as well: the bytes of keys and values over the memory's bandwidth, and the arithmetic

@@ -2,7 +2,7 @@
 
     triforce bench --json docs/benchmarks/NAME.json --plot docs/benchmarks/NAME.png
     triforce compare --json docs/benchmarks/NAME.json
-    python examples/benchmark_report.py
+    python examples/measure/benchmark_report.py
 
 A picture that has a measurement's name is shown with it.
 """
@@ -18,7 +18,7 @@ from triforce.cli.measurement import machine_in_words, sampling_in_words
 from triforce.offload.planning.measured import BENCH
 from triforce.tp.units import gib
 
-DOCS = Path(__file__).parent.parent / "docs"
+DOCS = Path(__file__).parents[2] / "docs"
 
 INTRODUCTION = """# Benchmarks
 
@@ -31,7 +31,7 @@ has its machine, its command and its figures.
   process of its own. TTFT is the time to first token, TBT the time between tokens.
 * `embedded` is the embedded pair. Until 2026-11-22 it was its first edition: 5.8 M parameters instead of 7.7 M, and a
   KV cache of the same size ([model card](../tp/embedded/README.md)).
-* The JSON files in [benchmarks](benchmarks) have every run. `examples/benchmark_report.py` writes this page from them.
+* The JSON files in [benchmarks](benchmarks) have every run. `examples/measure/benchmark_report.py` writes this page from them.
 """
 
 

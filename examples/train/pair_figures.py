@@ -1,6 +1,6 @@
 """Measures what the model card of the embedded pair claims, on a held-out book.
 
-    python examples/pair_figures.py --pair tp/embedded --book BOOKS/emma.txt --json figures.json
+    python examples/train/pair_figures.py --pair tp/embedded --book BOOKS/emma.txt --json figures.json
 
 Loss and loss by position come from plain PyTorch; recall, answers about logs and acceptance come from the engine, as
 a user meets them. `--only loss recall logs values opening acceptance sample` picks parts; figures print as they

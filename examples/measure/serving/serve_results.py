@@ -1,8 +1,8 @@
 """Measures `triforce serve` from outside: many clients for minutes, four answers while a book is read, eight clients
 with one book against one, a long chat about a book.
 
-    python examples/serving/serve_results.py --prompt-file book.txt --parts load --minutes 10
-    python examples/serving/serve_results.py --prompt-file book.txt --parts reading,clients,link,chat --tokens 32768
+    python examples/measure/serving/serve_results.py --prompt-file book.txt --parts load --minutes 10
+    python examples/measure/serving/serve_results.py --prompt-file book.txt --parts reading,clients,link,chat --tokens 32768
 
 Each part starts a server of its own, whose contexts are in a temporary directory. Exits with 1 if a promise of the part
 `load` does not hold.

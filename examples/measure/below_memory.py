@@ -1,6 +1,6 @@
 """Measures a KV cache of which most is on a disk, against the same cache in memory and against the disk itself.
 
-    python examples/memory/below_memory.py --prompt-file book.txt --tokens 131072 --share 0.25 --json below.json
+    python examples/measure/below_memory.py --prompt-file book.txt --tokens 131072 --share 0.25 --json below.json
 
 The same greedy text is written twice: with all of the cache in memory, and with `--share` of it there, both with the
 same number of draft tokens, so that verifications do the same. The disk is read directly and in order just before and
