@@ -186,13 +186,18 @@ def test_a_block_runs_as_it_stands(block, commands, tmp_path):
         assert line == "…" or " ".join(line.split()) in printed, f"{block} does not print {line!r} but\n{out}"
 
 
-def test_the_readme_is_short_and_opens_with_what_it_is_and_where_it_ran():
-    lines = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
-    assert len(lines) <= 100, f"README.md has {len(lines)} lines"
-    first, second = "\n".join(lines[1:]).strip().split("\n\n")[:2]
-    for word in ("GPU", "host memory", "PCIe"):
-        assert word in first
-    assert second.startswith("**What has run on what.**") and "GPU" in second
+def test_the_readme_is_short_and_says_what_it_is_and_its_limits_before_one_installs():
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    lines = text.splitlines()
+    assert len(lines) <= 90, f"README.md has {len(lines)} lines"
+    opening, limits = text.split("## Start")[0].split("**Limits.**")
+    what, whom = " ".join(opening.split("\n\n")[1].split()).split(". ")[:2]
+    for words in ("larger than the GPU's memory", "for the request that runs now", "without approximation"):
+        assert words in what
+    assert whom.startswith("It is for ")
+    for words in ("host memory", "PCIe"):
+        assert words in opening
+    assert "GPU" in limits and "have run on CPUs only" in limits
 
 
 def test_the_index_has_every_page_in_the_order_of_the_site():

@@ -37,10 +37,10 @@ MOST_BYTES = {"json_schema": 2**16, "regex": 2**14, "lark": 2**14, "tools": 2**1
 CHECKED = 32
 """Grammars that are known to be right."""
 
-KEPT_BYTES = 2**19
+KEPT_BYTES = 2**17
 """Of sources whose compiled forms are kept, those used last: they take up to 300 times as much."""
 
-_SHORT_BYTES = 2**14
+_SHORT_BYTES = 2**12
 """What a source counts at least."""
 
 _DENSE = 16
