@@ -1,6 +1,6 @@
 """Draws docs/images/live.svg: the live display as it stands in the middle of a real run.
 
-    python examples/measure/live_svg.py [--model M --draft D --prompt-file FILE] [--tokens 160] [--out docs/images/live.svg]
+    python examples/measure/live_svg.py [--model M --draft D --prompt-file FILE] [--tokens 160] [--out FILE]
 
 The numbers in it are those of the machine that runs this.
 """
