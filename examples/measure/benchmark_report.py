@@ -22,16 +22,46 @@ DOCS = Path(__file__).parents[2] / "docs"
 
 INTRODUCTION = """# Benchmarks
 
-For anyone who wants to compare the speed of `triforce-cli` with plain decoding and with other systems: each measurement
+For anyone who wants to compare the speed of `triforce-cli` with plain decoding and with other systems. Each measurement
 has its machine, its command and its figures.
 
-* Sections named `bench-…` measure several numbers of tiers with [`triforce bench`](bench.md). That page explains the
-  figures.
-* Sections named `compare-…` measure this engine and other systems with `triforce compare`. Each system runs in a
+There are two kinds of sections:
+
+* `bench-…` compares decoding with one, two and three tiers (models that take part; one tier is plain decoding). It was
+  measured with [`triforce bench`](bench.md). That page explains the figures.
+* `compare-…` compares this engine with other systems. It was measured with `triforce compare`. Each system runs in a
   process of its own. TTFT is the time to first token, TBT the time between tokens.
-* `embedded` is the embedded pair. Until 2026-11-22 it was its first edition: 5.8 M parameters instead of 7.7 M, and a
-  KV cache of the same size ([model card](../tp/embedded/README.md)).
-* The JSON files in [benchmarks](benchmarks) have every run. `examples/measure/benchmark_report.py` writes this page from them.
+
+A section's name has these further parts:
+
+* `8k`, `32k`, `128k`: the length of the prompt, or of the context, in thousands of tokens.
+* `amx`: an Intel Xeon with AMX. `zen4`, `zen5`: an AMD EPYC of this generation. Without such a part: an AMD EPYC whose
+  generation was not noted.
+* `a`, `b`, `c`: prompts from three places of the novel *Emma*.
+* `greedy`: greedy decoding. `bfloat16`, `float32`: the number format. `embedded`: the model.
+
+The sections use these terms:
+
+* `embedded` is the embedded pair, a target and its draft model, which are installed with `triforce`. Until 2026-11-22
+  it was the first edition: its target had 5.8 M parameters instead of 7.7 M, and a KV cache of the same size
+  ([model card](../tp/embedded/README.md)).
+* *Interleaved runs*: the numbers of tiers were run alternately, once each, and then again from the first one. In
+  brackets after a median: the smallest and the largest value of these runs.
+* *Accepted*: the share of the tested draft tokens that were accepted. There are two kinds. The *small model's drafts*
+  are tested by the target on its retrieval cache. The *retrieval cache's drafts*, which the target drafts with that
+  cache, are tested by the target on the full KV cache.
+* *Round*: a pass over the full KV cache that tests draft tokens, and the drafting before it.
+* *Floor*: a lower bound of the time of one pass over the full KV cache. With two or three tiers, a pass gives several
+  tokens. So the TBT can be less than the floor.
+* *The faster of both* (llama.cpp): it was tried with flash attention off and on, and measured with the faster setting.
+  The trial used the number of tokens that is given, or was the warm-up run. *In one format*: weights and KV cache have
+  the same number format.
+* *The library's own lengths* (transformers-assisted): transformers itself decides how many tokens are drafted at a
+  time.
+* *Offloaded to host memory* (DeepSpeed) is a setting. On a CPU, the parameters are in host memory in any case.
+
+The JSON files in [benchmarks](benchmarks) have every run. `examples/measure/benchmark_report.py` writes this page from
+them.
 """
 
 
@@ -62,7 +92,7 @@ def page(folder: Path) -> str:
 
 
 def _repeats(runs: int) -> str:
-    return f"medians of {runs} runs, each" if runs > 1 else "one run,"
+    return f"medians of {runs} runs per system, each" if runs > 1 else "one run per system, each"
 
 
 def heading(document: dict[str, Any], path: Path) -> list[str]:
@@ -89,8 +119,8 @@ def bench_section(document: dict[str, Any], path: Path) -> str:
     lines += [
         f"{capitalised(bench_report.conditions(document))}.",
         "",
-        "| context | tiers | TBT, ms | tokens/s | speed-up | accepted: small model | accepted: retrieval cache "
-        f"| tokens a round | floor, ms ({derived}) | prefill, s |",
+        "| context | tiers | TBT, ms | tokens/s | speed-up | accepted (small model's drafts) "
+        f"| accepted (retrieval cache's drafts) | tokens a round | floor, ms ({derived}) | prefill, s |",
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for at in document["contexts"]:
