@@ -202,7 +202,8 @@ def test_the_readme_is_short_and_says_what_it_is_and_its_limits_before_one_insta
 
 def test_the_index_has_every_page_in_the_order_of_the_site():
     hook = ast.parse((ROOT / "docs" / "site.py").read_text(encoding="utf-8")).body
-    others = next(ast.literal_eval(one.value) for one in hook if isinstance(getattr(one, "value", None), ast.Dict))
+    values = [one.value for one in hook if isinstance(one, ast.Assign)]
+    others = next(ast.literal_eval(value) for value in values if isinstance(value, ast.Dict))
     links = (os.path.normpath(f"docs/{target}") for _, target in links_of(ROOT / "docs" / "index.md"))
     listed = [others.get(path, path.removeprefix("docs/")) for path in links]
     site = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").split("\nnav:")[1]
