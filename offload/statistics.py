@@ -52,7 +52,7 @@ class Statistics:
     device_peak_bytes: int = 0
 
     def after_prefill(self, token: int, seconds: float, ttft_s: float) -> Statistics:
-        """These statistics with a prefill of `seconds` and its first token added, which was waited for `ttft_s`."""
+        """These statistics with a prefill of `seconds` and its first token added, `ttft_s` after the request."""
         return replace(self, token_ids=[*self.token_ids, token], prefill_s=seconds, ttft_s=ttft_s)
 
     def after_round(self, tokens: list[int], seconds: float, refresh_s: float, *, drafted: bool) -> Statistics:

@@ -110,7 +110,7 @@ class BatchSequence:
 
     def __init__(self, order: Order, asked_at: float, request: Request | None = None) -> None:
         """Args:
-        joined: when it was asked for, by the run's clock.
+        asked_at: when it was asked for, by the run's clock.
         request: what was asked for, on rank 0, if its stop check or its tag is wanted.
         """
         self.order, self._request = order, request

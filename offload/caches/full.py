@@ -246,7 +246,7 @@ class FullCache:
         self.blocks.prepare(self._begin - self.start, n)
 
     def begin(self, n: int) -> None:
-        """Announces a pass over `n` tokens, which may be one of several caches together."""
+        """Announces a pass over `n` tokens; several caches may share the pass."""
         self._begin, self._stop = self.length, self.length + n
         if self.states:
             self.states.begin(self.length, n)

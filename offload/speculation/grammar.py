@@ -38,7 +38,8 @@ CHECKED = 32
 """Grammars that are known to be right."""
 
 KEPT_BYTES = 2**17
-"""Of sources whose compiled forms are kept, those used last: they take up to 300 times as much."""
+"""Of sources, as `_counted_bytes` counts them, whose compiled forms are kept, those used last: they take up to 300
+times as much."""
 
 _SHORT_BYTES = 2**12
 """What a source counts at least."""
@@ -303,7 +304,7 @@ class Grammars:
 def _counted_bytes(key: tuple[Kind, str]) -> int:
     """What a source counts for how many are kept."""
     kind, source = key
-    return max(_SHORT_BYTES, len(source) * (1 if kind in ("json_schema", "tools") else _DENSE))
+    return max(_SHORT_BYTES, len(source.encode(errors="replace")) * (1 if kind in ("json_schema", "tools") else _DENSE))
 
 
 class Matcher:

@@ -278,20 +278,26 @@ class Ring:
 
     def send(self, block: Tensor, host: HostBlocks, index: int) -> None:
         """Copies `block`, on the device, to its place in host memory. It may be overwritten at once. All blocks that
-        were begun have come."""
+        were begun have come.
+
+        Raises:
+            CapacityError: the block does not pack, and there is no memory to keep it as it is.
+            LinkError: an earlier copy failed; `wait_for_stores` comes before the next block.
+        """
         if len(self._leaving) < len(self.buffers):
             buffer = self.buffers[len(self._leaving)]
         else:
             buffer, departure = self._leaving[0]
             departure.wait()
         source, target = host.leave(index, block, self._one(buffer))
-        if len(self._leaving) == len(self.buffers):  # only now, or a block that has no room would take the buffer along
-            self._leaving.popleft()
         if isinstance(target, Tensor):
-            self._leaving.append((buffer, self._link.store(source, target)))
+            departure = self._link.store(source, target)
         else:
             assert self._staging
-            self._leaving.append((buffer, self._staging.store(source, target)))
+            departure = self._staging.store(source, target)
+        if len(self._leaving) == len(self.buffers):  # only now: an error leaves the buffers as they were
+            self._leaving.popleft()
+        self._leaving.append((buffer, departure))
 
     def wait_for_stores(self) -> None:
         """Returns when all blocks that were sent are in their places.
@@ -299,12 +305,10 @@ class Ring:
         Raises:
             LinkError: a copy failed.
         """
-        try:
-            self._link.wait_for_stores()
-        finally:
-            self._leaving.clear()  # where a pass was broken off, it does not say which buffers are in use
-            if self._staging:
-                self._staging.wait_for_writes()
+        self._link.wait_for_stores()
+        self._leaving.clear()  # where a pass was broken off, it does not say which buffers are in use
+        if self._staging:
+            self._staging.wait_for_writes()
 
     @property
     def memory(self) -> list[Tensor]:

@@ -89,8 +89,7 @@ class Copy(Arrival, Protocol):
 
 
 class Link(Protocol):
-    """Copies in the order they are asked for, though directions need not wait for each other; but a fetch comes after
-    all earlier stores."""
+    """Copies of one direction run in the order they are asked for. A fetch comes after all earlier stores."""
 
     direct: bool
     """Whether the device computes on host memory itself, so that what is there need not be copied."""
@@ -156,8 +155,8 @@ class ThreadLink:
         return copy
 
     def wait_for_stores(self) -> None:
-        stores, self._stores = self._stores, []
-        failed = [copy for copy in stores if not copy.succeeds()]
+        failed = [copy for copy in self._stores if not copy.succeeds()]
+        self._stores = []  # only now: a wait that was interrupted has left some under way
         if failed:
             failed[0].wait()
 
@@ -185,7 +184,7 @@ class ThreadLink:
             try:
                 self._carry(copy)
             except Exception as error:  # it belongs to whoever waits for the copy
-                copy.error = error
+                copy.error = error.with_traceback(None)  # whose frames hold the copy
             copy.done.set()
             del copy  # or it keeps the memory until there is another
 

@@ -6,8 +6,9 @@ import time
 
 import pytest
 import torch
-from triforce.offload.transfer.host_blocks import Ring
+from triforce.offload.transfer.host_blocks import RawBlocks, Ring
 from triforce.offload.transfer.link import LinkError, ThreadLink
+from triforce.tp.errors import CapacityError
 
 BLOCK = (2, 4, 64, 16)
 
@@ -80,24 +81,47 @@ def test_failing_copy_is_raised_where_its_block_is_taken(link):
 
 
 def test_a_ring_that_is_stopped_waits_for_all_copies_also_where_some_failed():
-    link = ThreadLink(bytes_per_s=1e6)
-    last = torch.empty(BLOCK)
-    ring = Ring(link, [torch.empty(BLOCK), torch.empty(BLOCK), last])
+    link = ThreadLink(bytes_per_s=160e3)  # 0.2 s for a block
+    ring = Ring(link, [torch.empty(BLOCK) for _ in range(3)])
     ring.begin(iter([torch.zeros(3, 5), torch.zeros(3, 5), torch.ones(BLOCK)]))
+    *_, (_, _, last) = ring._under_way
     ring.stop()
-    assert torch.all(last == 1)
+    assert last.done.is_set()
     ring.begin(iter(blocks(4)))
     assert [float(block.mean()) for block in ring.next_blocks(4)] == [0.0, 1.0, 2.0, 3.0]
     link.close()
 
 
 def test_failing_store_is_raised_when_all_stores_settle():
-    link, target = ThreadLink(bytes_per_s=1e6), torch.zeros(BLOCK)
+    link = ThreadLink(bytes_per_s=160e3)
     link.store(torch.zeros(4), torch.zeros(3))
-    link.store(torch.ones(BLOCK), target)
+    last = link.store(torch.ones(BLOCK), torch.zeros(BLOCK))
     with pytest.raises(LinkError):
         link.wait_for_stores()
-    assert torch.all(target == 1)
+    assert last.done.is_set()
+    link.wait_for_stores()
+    link.close()
+
+
+class Full(RawBlocks):
+    """Blocks of which one has no room."""
+
+    def leave(self, index, block, buffer):
+        if index == 3:
+            raise CapacityError("no room")
+        return super().leave(index, block, buffer)
+
+
+def test_a_block_without_room_takes_no_buffer_along():
+    link, host = ThreadLink(bytes_per_s=160e3), Full(torch.zeros(5, *BLOCK))
+    ring = Ring(link, [torch.empty(BLOCK) for _ in range(3)])
+    for index in range(3):
+        ring.send(torch.full(BLOCK, float(index)), host, index)
+    with pytest.raises(CapacityError):
+        ring.send(torch.full(BLOCK, 3.0), host, 3)
+    ring.send(torch.full(BLOCK, 4.0), host, 4)
+    ring.wait_for_stores()
+    assert [float(block.mean()) for block in host.blocks] == [0.0, 1.0, 2.0, 0.0, 4.0]
     link.close()
 
 
