@@ -216,6 +216,15 @@ def test_ci_finds_its_command_in_the_readme():
     assert re.match(r"```bash\n[^`]*pytest[^`]*\n```\n", after)
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_what_is_in_a_list_is_indented_as_the_site_wants_it(page):
+    """Markdown on GitHub takes two spaces, too; the site's would make other items, or rows of a table, of it."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    for nested in (r"^ {1,3}(?:[*-]|\d+\.) .*", r"\n\n {1,3}\S.*", r"^ *\|.*\n *(?:[*-]|\d+\.) .*"):
+        found = re.search(nested, text, re.MULTILINE)
+        assert not found, f"four spaces, and an empty line behind a table: {found}"
+
+
 def links_of(page: Path) -> Iterator[tuple[str, str]]:
     """Text and target of the links to files of this repository, outside blocks."""
     text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
