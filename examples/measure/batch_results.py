@@ -7,13 +7,11 @@ Every figure is a median over repeats that take turns; ratios are within one tur
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
-import sys
 from pathlib import Path
 from typing import Any
 
+from report import make_parser, print_table, write_json
 from triforce.offload import Engine, Request, Sampling
 from triforce.tp.weights.registry import find_pair
 from triforce.tp.weights.tokenizer import Tokenizer
@@ -23,7 +21,7 @@ GREEDY = Sampling(temperature=0.0)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser = make_parser(__doc__)
     parser.add_argument("--prompt-file", type=Path, required=True)
     parser.add_argument("--more-files", type=Path, nargs="*", default=[], help="texts of sequences that share nothing")
     parser.add_argument("--model", default="embedded")
@@ -35,7 +33,7 @@ def main() -> None:
     parser.add_argument("--link-gbps", type=float, default=1.0)
     parser.add_argument("--parts", default="memory,link,own", help="which of memory, link and own to measure")
     given = parser.parse_args()
-    parts, found = given.parts.split(","), {}
+    parts, found = given.parts.split(","), dict[str, Any]()
     tokenizer = Tokenizer.load(find_pair(given.model)[0])
     text = tokenizer.encode(given.prompt_file.read_text(encoding="utf-8"), True)[: given.tokens]
     prompts = [[*text, *tokenizer.encode(QUESTION.format(i, i + 3), False)] for i in range(1, given.questions + 1)]
@@ -43,15 +41,15 @@ def main() -> None:
         if part in parts:
             engine = Engine.load(given.model, device="cpu", **options)
             found[part] = questions(engine, prompts, given.new_tokens, given.repeat)
-            show(part, found[part])
+            show(given, part, found[part])
             del engine
     if "own" in parts and given.more_files:
         texts = [
             tokenizer.encode(path.read_text(encoding="utf-8"), True)[: given.own_tokens] for path in given.more_files
         ]
         found["own"] = own_texts(Engine.load(given.model, device="cpu"), texts, given.new_tokens, given.repeat)
-        show("own", found["own"])
-    json.dump(found, sys.stdout, indent=2)
+        show(given, "own", found["own"])
+    write_json(given, found)
 
 
 def run(engine: Engine, prompts: list[list[int]], new_tokens: int, tiers: int = 3) -> dict[str, Any]:
@@ -102,20 +100,21 @@ def summary(turns: list[list[dict[str, Any]]], same: list[bool]) -> dict[str, An
     return {"ratio": ratio, "same_tokens": same, "first": middle[0], "second": middle[1]}
 
 
-def show(part: str, found: dict[str, Any]) -> None:
-    a, b = found["first"], found["second"]
-    for side in (a, b):
-        print(
-            f"{part}: {side['sequences']} sequences, {side['tiers']} tiers: {side['tokens_per_s']:.1f} tokens/s, TBT "
-            f"{side['tbt_ms']:.2f} ms, {side['bytes_per_verification'] / 1e6:.1f} MB a verification, lengths "
-            f"{side['settings']['draft_length']}/{side['settings']['block_length']}, seconds {side['time_s']}",
-            file=sys.stderr,
-        )
-    print(
-        f"{part}: {found['ratio']:.2f} times the tokens per second (median of turns); the same tokens: "
-        f"{found['same_tokens']}",
-        file=sys.stderr,
-    )
+def show(given: Any, part: str, found: dict[str, Any]) -> None:
+    rows = [
+        {
+            "sequences": side["sequences"],
+            "tiers": side["tiers"],
+            "tokens/s": side["tokens_per_s"],
+            "TBT, ms": side["tbt_ms"],
+            "MB a verification": side["bytes_per_verification"] / 1e6,
+            "lengths": f"{side['settings']['draft_length']}/{side['settings']['block_length']}",
+            "seconds": ", ".join(f"{of} {spent:.1f}" for of, spent in side["time_s"].items()),
+        }
+        for side in (found["first"], found["second"])
+    ]
+    ratio = f"{found['ratio']:.2f} times the tokens per second (median of turns)"
+    print_table(given, f"{part}: {ratio}; the same tokens: {found['same_tokens']}", rows)
 
 
 if __name__ == "__main__":

@@ -10,12 +10,12 @@ after the second run: no verification is faster than its bytes at that speed.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from report import figure_rows, make_parser, print_table, write_json
 from triforce.offload import Engine, Sampling
 from triforce.offload.contexts.home import contexts_root, user_store
 from triforce.offload.contexts.model import ContextRequest
@@ -27,7 +27,7 @@ from triforce.tp.weights.tokenizer import Tokenizer
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser = make_parser(__doc__)
     parser.add_argument("--prompt-file", type=Path, required=True)
     parser.add_argument("--model", default="embedded")
     parser.add_argument("--tokens", type=int, default=131072, help="of prompt and answer")
@@ -40,15 +40,12 @@ def main() -> None:
     parser.add_argument("--threads", type=int)
     parser.add_argument("--pack", default="auto", choices=("auto", "on", "off"), help="of what is on the disk")
     parser.add_argument("--context", help="a saved context to begin from, which `triforce read` wrote")
-    parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     tokenizer = Tokenizer.load(find_pair(given.model, "none")[0])
     prompt = tokenizer.encode(given.prompt_file.read_text(encoding="utf-8"), True)[: given.tokens - given.new_tokens]
     found = measure(given, prompt)
-    for name, value in found.items():
-        print(f"{name:<28}{value:,.3f}" if isinstance(value, float) else f"{name:<28}{value}")
-    if given.json:
-        given.json.write_text(json.dumps(found, indent=2) + "\n")
+    print_table(given, f"{given.tokens:,} tokens, {given.share:.0%} of the KV cache in memory", figure_rows(found))
+    write_json(given, found)
     if not found["same_tokens"]:
         sys.exit("the tokens differ")
 

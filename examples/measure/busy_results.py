@@ -7,8 +7,6 @@ for each core, in this order and in the other; a window is timed from when the p
 are medians over all answers, and the median ratio to the first window. The machine must be idle otherwise.
 """
 
-import argparse
-import json
 import statistics
 import subprocess
 import sys
@@ -17,6 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from report import make_parser, print_table, write_json
 from triforce.offload import Engine, Request, Round, Sampling
 from triforce.tp.parallel.launch import usable_cores
 from triforce.tp.weights.registry import find_pair
@@ -27,14 +26,13 @@ MOST_TOKENS = 20_000
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser = make_parser(__doc__)
     parser.add_argument("--prompt-file", type=Path, required=True, help="a text of at least --tokens tokens")
     parser.add_argument("--model", default="embedded", help="a pair (default embedded)")
     parser.add_argument("--tokens", type=int, default=8192, help="of the prompt (default 8,192)")
     parser.add_argument("--tiers", default="1,3", help="default 1,3")
     parser.add_argument("--pairs", type=int, default=30, help="answers (default 30)")
     parser.add_argument("--seconds", type=float, default=1.5, help="of a window that are timed (default 1.5)")
-    parser.add_argument("--json", type=Path, help="write every window there, too")
     given = parser.parse_args()
     target, _ = find_pair(given.model)
     prompt = Tokenizer.load(target).encode(given.prompt_file.read_text(encoding="utf-8"), True)[: given.tokens]
@@ -54,12 +52,16 @@ def main() -> None:
                     seconds[number].append(write(answer, given.seconds))
             batch.close()
         found[tiers] = seconds
-        print(f"{tiers} tiers, {given.tokens:,} tokens of prompt, {given.pairs} answers")
-        for number, windows in seconds.items():
-            ratio = statistics.median(x / alone for x, alone in zip(windows, seconds[0], strict=True))
-            print(f"  {number} busy processes: {1e3 * statistics.median(windows):6.2f} ms a token, {ratio:.2f} x")
-    if given.json:
-        given.json.write_text(json.dumps(found, indent=1), encoding="utf-8")
+        rows = [
+            {
+                "busy processes": number,
+                "ms a token": 1e3 * statistics.median(windows),
+                "ratio": statistics.median(x / alone for x, alone in zip(windows, seconds[0], strict=True)),
+            }
+            for number, windows in seconds.items()
+        ]
+        print_table(given, f"{tiers} tiers, {given.tokens:,} tokens of prompt, {given.pairs} answers", rows)
+    write_json(given, found)
 
 
 def write(answer: Iterator[tuple[int, Round]], seconds: float) -> float:

@@ -8,7 +8,6 @@ which the same files are read sequentially with direct reads in the same minute.
 
 from __future__ import annotations
 
-import argparse
 import mmap
 import os
 import statistics
@@ -16,6 +15,7 @@ import tempfile
 import time
 from pathlib import Path
 
+from report import figure_rows, make_parser, print_table, write_json
 from triforce.offload import Engine, Sampling
 from triforce.offload.contexts.model import ContextRequest
 from triforce.offload.contexts.store import ContextStore
@@ -27,7 +27,7 @@ _PIECE = 4 << 20
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser = make_parser(__doc__)
     parser.add_argument("--prompt-file", type=Path, required=True)
     parser.add_argument("--model", default="embedded")
     parser.add_argument("--tokens", type=int, default=32_768)
@@ -45,19 +45,19 @@ def main() -> None:
         kept = root / f"{given.readings - 1}"
         files = sorted((kept / "book").glob("*.safetensors"))
         size, kv = sum(path.stat().st_size for path in files), ContextStore(kept).load("book").kv_bytes
-        print(f"{len(text):,} tokens: KV {kv / 1e6:.1f} MB, on disk {size / 1e6:.1f} MB ({size / kv - 1:+.2%})")
-        print("reading, s: without writing {:.2f}, with {:.2f}; ratio of pairs {:.3f}".format(*reading))
+        found = {"kv_bytes": kv, "disk_bytes": size, "disk_over_kv": size / kv, **reading}
         for warm in (False, True):
             seconds = [first_words(given.model, kept, [*text, *question], files, warm) for _ in range(given.repeat)]
-            direct = statistics.median(direct_speed(files) for _ in range(given.repeat))
-            name = "in the page cache" if warm else "not in the page cache"
-            print(f"first word after restoring, {name}: {statistics.median(seconds):.2f} s")
+            found[f"first_word_s{'_in_page_cache' if warm else ''}"] = statistics.median(seconds)
             if not warm:
-                bound = size / 0.8 / direct + 0.5
-                print(f"direct reads {direct / 1e9:.2f} GB/s; bytes / (0.8 x that) + 0.5 s is {bound:.2f} s")
+                direct = statistics.median(direct_speed(files) for _ in range(given.repeat))
+                found |= {"direct_gb_per_s": direct / 1e9, "bound_s": size / 0.8 / direct + 0.5}
+    bound = "bound_s: the bytes on disk at 0.8 times the speed of direct reads, and 0.5 s"
+    print_table(given, f"{len(text):,} tokens, medians", figure_rows(found), notes=[bound])
+    write_json(given, found)
 
 
-def compare_reading(model: str, text: list[int], root: Path, repeats: int, pack: str) -> tuple[float, float, float]:
+def compare_reading(model: str, text: list[int], root: Path, repeats: int, pack: str) -> dict[str, float]:
     """Median seconds of reading without and with writing, and the median of the pairs' ratios."""
     plain, writing = [], []
     for repeat in range(repeats):
@@ -70,7 +70,8 @@ def compare_reading(model: str, text: list[int], root: Path, repeats: int, pack:
                 pass
             (writing if saves else plain).append(time.perf_counter() - began)
     ratios = [with_it / without for with_it, without in zip(writing, plain, strict=True)]
-    return statistics.median(plain), statistics.median(writing), statistics.median(ratios)
+    several = {"reading_s": plain, "reading_and_writing_s": writing, "ratio_of_pairs": ratios}
+    return {name: statistics.median(values) for name, values in several.items()}
 
 
 def first_words(model: str, root: Path, prompt: list[int], files: list[Path], warm: bool) -> float:

@@ -12,19 +12,16 @@ built. The machine must be idle otherwise.
 """
 
 import argparse
-import json
 import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import torch
-from rich.console import Console
-from rich.table import Table
+from report import make_parser, print_table, write_json
 from triforce.kernels.attention import attend, attend_blocks
 from triforce.kernels.cpu.library import cpu_level
 from triforce.kernels.selection import Backend, use_kernels
@@ -39,7 +36,6 @@ from triforce.offload.shape_steps import ShapeSteps
 from triforce.offload.transfer.bandwidth import memory_bandwidth, timed
 from triforce.offload.transfer.placement import block_size_for
 from triforce.tp import matrices, rope
-from triforce.tp.devices import device_name
 from triforce.tp.model.config import ModelConfig
 from triforce.tp.weights.registry import EMBEDDED, find_pair
 
@@ -111,30 +107,24 @@ class Profile:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser = make_parser(__doc__)
     parser.add_argument("--contexts", nargs="+", type=int, default=[32768, 131072])
     parser.add_argument("--rounds", type=int, default=5, help="times that each kind of step is measured anew")
-    parser.add_argument("--json", type=Path)
     parser.add_argument("--prefill", action="store_true", help="compare implementations of prefill attention instead")
     options = parser.parse_args()
     target, draft = (ModelConfig.load(directory) for directory in find_pair(EMBEDDED, None) if directory)
-    results: dict[str, Any] = {
-        "device": device_name(CPU),
-        "threads": torch.get_num_threads(),
-        "torch": torch.__version__,
-    }
     if options.prefill:
-        print_prefill(target, options.contexts, options.rounds)
+        write_json(options, {"prefill_s": measure_prefill(options, target)})
         return
-    results["memory_gb_per_s"] = memory_bandwidth(CPU) / 1e9
+    results: dict[str, Any] = {"memory_gb_per_s": memory_bandwidth(CPU) / 1e9}
     for context in options.contexts:
         measured = {name: measure(name, target, draft, context, options.rounds) for name in VARIANTS}
         floor = context * target.kv_bytes_per_token(torch.bfloat16) / results["memory_gb_per_s"] / 1e6
         bounds = {"memory": floor} | {f"arithmetic of {n} rows": arithmetic_ms(target, n, context) for n in (1, 13)}
         results[str(context)] = {"bounds_ms": bounds, "steps_ms": measured}
-        print_table(context, results[str(context)])
-        if options.json:
-            options.json.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+        print_steps(options, context, results[str(context)])
+        write_json(options, results, whole=False)
+    write_json(options, results)
 
 
 def measure(
@@ -167,13 +157,15 @@ def arithmetic_ms(target: ModelConfig, rows: int, context: int) -> float:
     return 1e3 * seconds * context / CACHED_KEYS * target.num_layers
 
 
-def print_prefill(target: ModelConfig, contexts: list[int], rounds: int) -> None:
-    """Prints the seconds of attention in the last part of a prefill, of all layers."""
-    table = Table("tokens", *PREFILL_BACKENDS, title=f"attention of {PREFILL_ROWS} rows, {cpu_level().name}, s")
-    for context in contexts:
-        seconds = [prefill_seconds(backend, target, context, rounds) for backend in PREFILL_BACKENDS]
-        table.add_row(f"{context:,}", *(f"{s:.2f}" for s in seconds))
-    Console().print(table)
+def measure_prefill(options: argparse.Namespace, target: ModelConfig) -> dict[int, dict[str, float]]:
+    """The seconds of attention in the last part of a prefill, of all layers, by context and kernel."""
+    seconds = {
+        context: {kernel: prefill_seconds(kernel, target, context, options.rounds) for kernel in PREFILL_BACKENDS}
+        for context in options.contexts
+    }
+    rows = [{"tokens": context, **kernels} for context, kernels in seconds.items()]
+    print_table(options, f"attention of {PREFILL_ROWS} rows, {cpu_level().name}, s", rows)
+    return seconds
 
 
 @torch.inference_mode()
@@ -191,18 +183,17 @@ def prefill_seconds(backend: Backend, target: ModelConfig, context: int, rounds:
         return target.num_layers * statistics.median(timed(step, CPU, rounds))
 
 
-def print_table(context: int, found: dict[str, Any]) -> None:
-    table = Table("", *VARIANTS, title=f"{context:,} tokens, bfloat16, ms (attention + products + rotation)")
-    for step in STEPS:
-        cells = [found["steps_ms"][variant][step] for variant in VARIANTS]
-        parts = [
-            " + ".join(f"{cell[part]:.2f}" for part in PARTS) if any(cell[part] for part in PARTS) else ""
-            for cell in cells
-        ]
-        table.add_row(step, *(f"{c['whole']:.2f}" + f" ({p})" * bool(p) for c, p in zip(cells, parts, strict=True)))
-    console = Console()
-    console.print(table)
-    console.print(", ".join(f"{name}: {ms:.2f} ms" for name, ms in found["bounds_ms"].items()))
+def print_steps(options: argparse.Namespace, context: int, found: dict[str, Any]) -> None:
+    """Prints a row for each kind of step, and the bounds below them."""
+
+    def cell(ms: dict[str, float]) -> str:
+        parts = " + ".join(f"{ms[part]:.2f}" for part in PARTS)
+        return f"{ms['whole']:.2f}" + f" ({parts})" * any(ms[part] for part in PARTS)
+
+    rows = [{"": step, **{name: cell(steps[step]) for name, steps in found["steps_ms"].items()}} for step in STEPS]
+    bounds = ", ".join(f"{name}: {ms:.2f} ms" for name, ms in found["bounds_ms"].items())
+    title = f"{context:,} tokens, bfloat16, ms (attention + products + rotation)"
+    print_table(options, title, rows, notes=[f"bounds: {bounds}"])
 
 
 if __name__ == "__main__":

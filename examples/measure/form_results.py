@@ -8,17 +8,17 @@ rounds with a grammar against rounds without, over the same tokens, in turns.
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 import statistics
-import sys
 import time
 from collections import Counter
 from typing import Any
 
 import jsonschema
 from random_schemas import random_schema
+from report import figure_rows, make_parser, print_table, write_json
+from triforce.cli.terminal.streams import print_note
 from triforce.offload import Engine, Grammar, Request, Sampling
 from triforce.offload.speculation.grammar import GrammarError
 from triforce.tp.weights.registry import find_pair
@@ -28,7 +28,7 @@ ASK = "Question: Describe the harbour as JSON.\nAnswer:"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser = make_parser(__doc__)
     parser.add_argument("--model", default="embedded")
     parser.add_argument("--schemas", type=int, default=500)
     parser.add_argument("--first", type=int, default=0, help="the seed of the first schema")
@@ -41,8 +41,10 @@ def main() -> None:
     engine = Engine.load(given.model, device="cpu")
     answers, found = campaign(engine, tokenizer, given)
     found["us_a_mask"] = time_of_masks(engine, answers)
+    print_table(given, f"{given.schemas} schemas", figure_rows(found))
     found["rounds"] = [timed(engine, tokenizer, answers, given, tiers) for tiers in (1, 3)]
-    json.dump(found, sys.stdout, indent=2)
+    print_table(given, f"rounds with a grammar and without, after {given.tokens:,} tokens", found["rounds"])
+    write_json(given, found)
 
 
 Answers = list[tuple[Grammar, list[int]]]
@@ -61,7 +63,7 @@ def campaign(engine: Engine, tokenizer: Tokenizer, given: Any) -> tuple[Answers,
             grammar.check()
         except GrammarError as error:
             counts["refused"] += 1
-            print(f"schema {seed}: {error}", file=sys.stderr)
+            print_note(f"schema {seed}: {error}")
             continue
         requests.append((grammar, Request(prompt, Sampling(1.0, 1.0, seed=seed), given.new_tokens, grammar=grammar)))
     for start in range(0, len(requests), given.together):

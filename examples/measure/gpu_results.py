@@ -13,7 +13,6 @@ import importlib.util
 import itertools
 import json
 import os
-import platform
 import signal
 import statistics
 import subprocess
@@ -114,16 +113,36 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory() as scratch:
         environment = os.environ | {"PYTHONPATH": import_path(Path(scratch)), "PYTHONUNBUFFERED": "1"}
-        if options.device == "cuda" and subprocess.run([sys.executable, "-c", SEES_GPU], env=environment).returncode:
-            raise SystemExit("PyTorch sees no CUDA device here; --device cpu --quick tries the parts on a CPU")
+        about = {"script": "gpu_results", **machine_of(options.device, environment)}
+        about["options"] = {name: getattr(options, name) for name in ("device", "quick", "minutes", "only")}
         wanted = [part for part in parts(options.device, options.quick) if part.name in (options.only or part.name)]
         options.out.mkdir(parents=True, exist_ok=True)
-        done = run_parts(wanted, options.out, environment=environment, total_s=options.minutes * 60)
+        done = run_parts(wanted, options.out, environment=environment, total_s=options.minutes * 60, about=about)
     print(f"\n{options.out / 'results.json'}")
     raise SystemExit(0 if all(part["status"] == "ok" for part in done["parts"].values()) else 1)
 
 
-SEES_GPU = "import sys, torch; sys.exit(not torch.cuda.is_available())"
+NAMES_MACHINE = """
+import json, sys, torch
+if sys.argv[1] == "cuda" and not torch.cuda.is_available():
+    sys.exit("PyTorch sees no CUDA device here; --device cpu --quick tries the parts on a CPU")
+import report
+print(json.dumps({"machine": report.machine(sys.argv[1]), "torch": torch.__version__}))
+"""
+
+
+def machine_of(device: str, environment: dict[str, str]) -> dict[str, Any]:
+    """The machine as the other scripts name it. Another process asks: this one must not take memory of the GPU, and
+    `triforce` may not be installed.
+
+    Raises:
+        SystemExit: there is no GPU.
+    """
+    command, folder = [sys.executable, "-c", NAMES_MACHINE, device], Path(__file__).parent
+    asked = subprocess.run(command, env=environment, cwd=folder, stdout=subprocess.PIPE, check=False)
+    if asked.returncode:
+        raise SystemExit(asked.returncode)
+    return json.loads(asked.stdout)
 
 
 def parse_options() -> argparse.Namespace:
@@ -160,6 +179,7 @@ def run_parts(
     environment: dict[str, str],
     total_s: float = TOTAL_S,
     grace_s: float = GRACE_S,
+    about: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Runs the parts one after another; what is in `out/results.json` at the end.
 
@@ -168,9 +188,11 @@ def run_parts(
         environment: of the parts.
         total_s: seconds for all of them.
         grace_s: what a part whose time has ended has to end by itself.
+        about: what the results say of the machine and the options.
     """
     began = time.monotonic()
-    done: dict[str, Any] = {"date": datetime.now(UTC).isoformat(timespec="seconds"), "commit": commit(), "parts": {}}
+    date = datetime.now(UTC).isoformat(timespec="seconds")
+    done: dict[str, Any] = {**(about or {}), "date": date, "commit": commit(), "parts": {}}
     (out / "log.txt").write_text("", encoding="utf-8")
     for part in wanted:
         left = total_s - (time.monotonic() - began)
@@ -381,18 +403,13 @@ def memory(device: str, quick: bool) -> Iterator[tuple[str, Any]]:
 
 
 def machine(device: str, quick: bool) -> Iterator[tuple[str, Any]]:
+    """What `machine_of` does not say."""
     import torch
 
-    yield "python", platform.python_version()
-    yield "torch", torch.__version__
-    yield "system", platform.platform()
     optional = ("triton", "flash_attn", "transformers", "pytest", "hypothesis")
     yield "packages", [name for name in optional if importlib.util.find_spec(name)]
     if device == "cuda":
-        of_gpu = torch.cuda.get_device_properties(0)
-        yield "gpu", of_gpu.name
         yield "gpus", torch.cuda.device_count()
-        yield "memory_bytes", of_gpu.total_memory
         yield "capability", list(torch.cuda.get_device_capability())
         yield "cuda", torch.version.cuda
         smi = ["nvidia-smi", "--query-gpu=driver_version,pcie.link.gen.max,pcie.link.width.max", "--format=csv"]

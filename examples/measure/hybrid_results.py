@@ -14,15 +14,15 @@ knows them.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
-import sys
 import time
 from dataclasses import replace
 from typing import Any
 
 import torch
+from report import make_parser, print_table, write_json
 from torch import Tensor
+from triforce.cli.terminal.streams import print_note
 from triforce.offload import Engine, Sampling
 from triforce.offload.caches.full import FullCache
 from triforce.offload.settings import Settings
@@ -78,7 +78,7 @@ class QuotingWeights(RandomWeights):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser = make_parser(__doc__)
     parser.add_argument("--tokens", type=int, default=32_768, help="of the prompt")
     parser.add_argument("--new-tokens", type=int, default=96)
     parser.add_argument("--repeat", type=int, default=3)
@@ -89,19 +89,25 @@ def main() -> None:
         "--parts", default="drafts,transformers", help="which of drafts, transformers and rejections to measure"
     )
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"), help="of rejections")
-    parser.add_argument("--json", help="where the figures go; default: stdout")
     given = parser.parse_args()
     torch.manual_seed(0)
-    found: dict[str, Any] = {"tokens": given.tokens, "gap": given.gap}
+    found: dict[str, Any] = {}
+    prompt = f"{given.tokens:,} tokens of prompt"
     if "drafts" in given.parts:
         found["drafts"] = drafts(given)
+        rows = [{"draft": kind, **row} for kind, row in found["drafts"].items()]
+        print_table(given, f"{prompt}, medians", rows, ("draft", "prefill_s", "plain_tbt_ms", "tbt_ms", "ratio"))
     if "transformers" in given.parts:
         found["transformers_prefill_s"] = transformers_prefill(given.tokens)
-        print(f"transformers reads it in {found['transformers_prefill_s']:.1f} s", file=sys.stderr)
+        print_table(given, prompt, [found], ["transformers_prefill_s"])
     if "rejections" in given.parts:
         found["rejections"] = rejections(given)
-    with open(given.json, "w", encoding="utf-8") if given.json else sys.stdout as out:
-        json.dump(found, out, indent=2)
+        rows = [
+            {"": name, "ms": median, "at least": least, "at most": most}
+            for name, (median, least, most) in found["rejections"].items()
+        ]
+        print_table(given, f"{prompt}, a pass over {VERIFIED} tokens", rows)
+    write_json(given, found)
 
 
 def drafts(given: argparse.Namespace) -> dict[str, Any]:
@@ -116,7 +122,7 @@ def drafts(given: argparse.Namespace) -> dict[str, Any]:
         lookup = kind == "lookup"
         engine = Engine(target, None if lookup else head, Settings(lookup=lookup))
         first = engine.generate(prompt, GREEDY, 1, ignore_eos=True).stats
-        print(f"{kind}: the prompt takes {first['prefill_s']:.1f} s", file=sys.stderr)
+        print_note(f"{kind}: the prompt takes {first['prefill_s']:.1f} s")
         turns = [[one_answer(engine, prompt, given.new_tokens, tiers) for tiers in (1, 3)] for _ in range(given.repeat)]
         found[kind] = {"prefill_s": first["prefill_s"], "turns": turns}
         found[kind] |= {
@@ -124,7 +130,6 @@ def drafts(given: argparse.Namespace) -> dict[str, Any]:
             "tbt_ms": statistics.median(drafted["tbt_ms"]["mean"] for _, drafted in turns),
             "ratio": statistics.median(plain["tbt_ms"]["mean"] / drafted["tbt_ms"]["mean"] for plain, drafted in turns),
         }
-        print(kind, {name: found[kind][name] for name in ("plain_tbt_ms", "tbt_ms", "ratio")}, file=sys.stderr)
     return found
 
 
@@ -157,7 +162,7 @@ def one_answer(engine: Engine, prompt: list[int], new_tokens: int, tiers: int) -
     """What is kept of an answer's figures."""
     stats = engine.generate(prompt, GREEDY, new_tokens, ignore_eos=True, tiers=tiers).stats
     kept = {name: stats[name] for name in ("prefill_s", "reused_tokens", "tbt_ms", "acceptance", "token_ids")}
-    print(tiers, "tiers:", kept, file=sys.stderr)
+    print_note(f"{tiers} tiers: {stats['tbt_ms']['mean']:.1f} ms a token, {stats['acceptance']}")
     return kept
 
 

@@ -5,33 +5,37 @@
 
 It is `triforce bench --shape` of a copy of the configuration with as many positions as that takes: the weights were
 trained for 131,072, and a step's time depends neither on weights nor on positions. All other options are those of
-`triforce bench`. At 1,048,576 tokens keys and values take 6 GiB in bfloat16, and the whole run 7.5 GiB of memory.
+`triforce bench`, and so are the table and the figures. At 1,048,576 tokens keys and values take 6 GiB in bfloat16, and
+the whole run 7.5 GiB of memory.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
+import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
-from triforce.cli.app import main as triforce
+from report import make_parser, write_json
 from triforce.tp.weights.registry import EMBEDDED, PRESETS
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser = make_parser(__doc__)
     parser.add_argument("--tokens", type=int, default=2**20, help="in the cache (default: 1,048,576)")
-    options, others = parser.parse_known_args()
+    given, others = parser.parse_known_args()
     config = json.loads((Path(PRESETS[EMBEDDED].target) / "config.json").read_text())
     with tempfile.TemporaryDirectory() as directory:
-        shape = Path(directory) / "embedded"
+        shape, measured = Path(directory) / "embedded", Path(directory) / "bench.json"
         shape.mkdir()
-        (shape / "config.json").write_text(json.dumps(config | {"max_position_embeddings": options.tokens}))
-        bench = ["bench", "--shape", str(shape), "--draft", EMBEDDED, "--contexts", str(options.tokens)]
-        sys.argv[1:] = [*bench, "--tiers", "1,3", *others]
-        triforce()
+        (shape / "config.json").write_text(json.dumps(config | {"max_position_embeddings": given.tokens}))
+        bench = [sys.executable, "-m", "triforce.cli", "bench", "--shape", shape, "--draft", EMBEDDED, "--tiers", "1,3"]
+        bench += ["--contexts", str(given.tokens), "--json", measured, *others]
+        code = subprocess.run(bench, stdout=sys.stderr if given.json.on_stdout else None, check=False).returncode
+        if measured.exists():
+            write_json(given, json.loads(measured.read_text()))
+    sys.exit(code)
 
 
 if __name__ == "__main__":

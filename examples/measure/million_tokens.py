@@ -15,11 +15,8 @@ It exits with 1 where tokens differ or the passage is not found.
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
-import os
-import platform
 import sys
 import tempfile
 import time
@@ -27,8 +24,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from report import as_text, make_parser, print_table, write_json
 from safetensors.torch import save_file
 from torch import Tensor
+from triforce.cli.terminal.streams import print_note
 from triforce.kernels.cpu.library import instructions
 from triforce.offload import Engine, Sampling
 from triforce.offload.planning.memory import host_peak_bytes
@@ -132,7 +131,7 @@ class Progress:
     def __call__(self, share: float) -> None:
         if share >= self._next:
             spent = time.perf_counter() - self._began
-            print(f"  {share:4.0%} after {spent:,.0f} s, about {spent / share - spent:,.0f} s left", file=sys.stderr)
+            print_note(f"  {share:4.0%} after {spent:,.0f} s, about {spent / share - spent:,.0f} s left")
             self._next = share + 0.05
 
 
@@ -145,13 +144,12 @@ def run(engine: Engine, prompt: list[int], new_tokens: int, tiers: int) -> dict[
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser = make_parser(__doc__)
     parser.add_argument("--tokens", type=int, default=2**20, help="of the prompt (default: 1,048,576)")
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--place", type=float, default=0.4, help="of the passage: a share of the text (default: 0.4)")
     parser.add_argument("--dtype", default="float32", help="float32 (default) or bfloat16, where near-ties may differ")
     parser.add_argument("--threads", type=int)
-    parser.add_argument("--json", type=Path, metavar="FILE")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
         save_model(Path(directory), options.tokens + options.new_tokens)
@@ -167,7 +165,7 @@ def main() -> None:
             draft_length=2,
         )
     prompt = text(options.tokens, options.place)
-    print(f"reading {options.tokens:,} tokens ...", file=sys.stderr)
+    print_note(f"reading {options.tokens:,} tokens ...")
     three = run(engine, prompt, options.new_tokens, 3)
     one = run(engine, prompt, options.new_tokens, 1)
 
@@ -175,25 +173,22 @@ def main() -> None:
     wanted = list(range(2, PASSAGE + 1))[: options.new_tokens]
     found = one["token_ids"][: len(wanted)] == wanted
     document = {
-        "tokens": options.tokens,
-        "new_tokens": options.new_tokens,
         "same_tokens": same,
         "passage_found": found,
         "prefill_s": three["prefill_s"],
         "host_peak_bytes": host_peak_bytes(),
-        "dtype": options.dtype,
-        "machine": f"{platform.machine()}, {os.cpu_count()} CPUs, {torch.get_num_threads()} threads, {instructions()}",
+        "instructions": instructions(),
         "three_tiers": three,
         "one_tier": one,
     }
-    for name, stats in (("three tiers", three), ("one tier", one)):
-        print(
-            f"{name}: {stats['prefill_s']:,.1f} s of reading, {stats['reused_tokens']:,} tokens reused, "
-            f"{stats['tbt_ms']['mean']:,.1f} ms a token, {stats['acceptance']['tokens_per_round']:.1f} tokens a round"
-        )
-    print(f"the same tokens: {'yes' if same else 'NO'}; the passage was found: {'yes' if found else 'NO'}")
-    if options.json:
-        options.json.write_text(json.dumps(document, indent=2) + "\n")
+    rows = [
+        {"tiers": tiers, "ms_a_token": stats["tbt_ms"]["mean"], **stats, **stats["acceptance"]}
+        for tiers, stats in ((3, three), (1, one))
+    ]
+    columns = ("tiers", "prefill_s", "reused_tokens", "ms_a_token", "tokens_per_round")
+    verdict = f"the same tokens: {as_text(same)}; the passage was found: {as_text(found)}"
+    print_table(options, f"{options.tokens:,} tokens, {options.dtype}", rows, columns, [verdict])
+    write_json(options, document)
     sys.exit(not (same and found))
 
 

@@ -17,7 +17,6 @@ With `--link-gbps` the pair answers after each length with all blocks streamed o
 from __future__ import annotations
 
 import argparse
-import json
 import multiprocessing
 import statistics
 import time
@@ -29,12 +28,12 @@ from typing import Any
 
 import psutil
 import torch
+from report import make_parser, print_table, write_json
 from torch import Tensor
 from triforce.kernels.packing import pack, unpack
 from triforce.kernels.slots import FARTHEST, GROUP, VALUES_PER_EXCEPTION
 from triforce.offload import Engine, Sampling
 from triforce.offload.caches.full import FullCache
-from triforce.tp.devices import device_name
 from triforce.tp.weights.registry import find_pair
 from triforce.tp.weights.tokenizer import Tokenizer
 
@@ -43,7 +42,7 @@ EXCEPTION_BITS = 32
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser = make_parser(__doc__)
     parser.add_argument("--prompt-file", type=Path, required=True)
     parser.add_argument("--model", default="embedded")
     parser.add_argument("--tokens", type=int, nargs="+", default=[8192, 32_768], help="lengths, multiples of 64")
@@ -52,29 +51,47 @@ def main() -> None:
     parser.add_argument("--repeat", type=int, default=7, help="of the speeds, of which medians are printed; 0: none")
     parser.add_argument("--link-gbps", type=float, help="also measure runs that stream")
     parser.add_argument("--streamed-only", action="store_true", help="measure nothing else")
-    parser.add_argument("--json", type=Path, help="write the figures here")
     given = parser.parse_args()
     torch.set_num_threads(given.threads)
     text = given.prompt_file.read_text(encoding="utf-8-sig")
     found, spreads = {}, {} if given.streamed_only else known_distributions()
+    if spreads:
+        rows = [{"": name, "3 bits": f"{a:.2%}", "4 bits": f"{b:.4%}"} for name, (a, b) in spreads.items()]
+        print_table(given, "exceptions in known distributions", rows)
     for tokens in given.tokens:
         found[tokens] = {}
         if given.link_gbps:
             found[tokens]["streamed"] = streamed(given.model, text, tokens, given.link_gbps, given.threads)
+            show_streamed(given, tokens, found[tokens]["streamed"])
         if given.streamed_only:
             continue
         kv = keys_and_values(given.model, text, tokens)
-        print(f"{tokens:,} tokens: {kv.numel():,} values", flush=True)
-        found[tokens] |= {
-            "variants": list(variants(kv, given.block)),
-            "packed": packed(kv, given.block),
-            "speed": speeds(kv, given.block, given.repeat) if given.repeat else None,
+        found[tokens]["variants"] = rows = list(variants(kv, given.block))
+        shown = [{**row, "exceptions": f"{row['exceptions']:.4%}"} for row in rows]
+        columns = ("of", "bits", "groups", "exceptions", "bits_a_value", "bits_in_slots")
+        print_table(given, f"{tokens:,} tokens: {kv.numel():,} values", shown, columns)
+        found[tokens]["packed"] = packed(kv, given.block)
+        room = f"{FARTHEST} at most below the largest, room for {1 / VALUES_PER_EXCEPTION:.2%} exceptions"
+        print_table(given, f"{tokens:,} tokens packed, {room}", [found[tokens]["packed"]])
+        found[tokens]["speed"] = speeds(kv, given.block, given.repeat) if given.repeat else None
+        if given.repeat:
+            print_table(given, f"{tokens:,} tokens, GB/s of unpacked values", [found[tokens]["speed"]])
+    write_json(given, {"tokens": found, "distributions": spreads})
+
+
+def show_streamed(given: argparse.Namespace, tokens: int, runs: dict[str, dict]) -> None:
+    rows = [
+        {
+            "pack": name,
+            "ms a verification": run["verify_ms"],
+            "MB over the link each": run["bytes_a_pass"] / 1e6,
+            "MB of the process": run["process_bytes"] / 1e6,
+            "at most": run["peak_bytes"] / 1e6,
         }
-    if given.json:
-        machine = {"machine": device_name(torch.device("cpu")), "threads": given.threads, "torch": torch.__version__}
-        figures = {"model": given.model, "prompt": given.prompt_file.name, "block": given.block, **machine}
-        figures |= {"tokens": found, "distributions": spreads}
-        given.json.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
+        for name, run in runs.items()
+    ]
+    ratio = f"packed against raw: verification {runs['on']['verify_ms'] / runs['off']['verify_ms']:.3f} x"
+    print_table(given, f"{tokens:,} tokens over a link of {given.link_gbps:g} GB/s", rows, notes=[ratio])
 
 
 @torch.inference_mode()
@@ -92,12 +109,11 @@ def keys_and_values(model: str, text: str, tokens: int) -> Tensor:
 
 def variants(kv: Tensor, block: int) -> Iterator[dict]:
     """Shares of exceptions and bits a value, of keys and of values, by the bits of exponent and the kind of group."""
-    print(f"{'':8}{'bits':>5}  {'groups of':10}{'exceptions':>12}{'bits a value':>14}{'in slots of one size':>22}")
     for (half, name), groups, bits in product(enumerate(("keys", "values")), ("channel", "token"), (3, 4)):
         shares = torch.cat([exceptions(layer[half], bits, groups, block) for layer in kv])
         fixed = 8 + bits + 8 / GROUP
         mean = shares.mean().item()
-        row = {
+        yield {
             "of": name,
             "bits": bits,
             "groups": groups,
@@ -106,11 +122,6 @@ def variants(kv: Tensor, block: int) -> Iterator[dict]:
             "bits_a_value": fixed + EXCEPTION_BITS * mean,
             "bits_in_slots": fixed + in_slots(shares),
         }
-        print(
-            f"{name:8}{bits:5}  {groups:10}{mean:12.4%}{row['bits_a_value']:14.3f}{row['bits_in_slots']:22.3f}",
-            flush=True,
-        )
-        yield row
 
 
 def exceptions(values: Tensor, bits: int, groups: str, block: int) -> Tensor:
@@ -133,13 +144,10 @@ def known_distributions() -> dict[str, list[float]]:
     }
     scales = torch.rand(1024).exp2()  # how far below a power of two the largest is
     values = {name: (draw((64, 1024, 64)) * scales[:, None]).transpose(1, 2) for name, draw in drawn.items()}
-    found = {
+    return {
         name: [exceptions(of.bfloat16().contiguous(), bits, "channel", 64).mean().item() for bits in (3, 4)]
         for name, of in values.items()
     }
-    for name, shares in found.items():
-        print(f"{name}: {shares[0]:.2%} exceptions with 3 bits, {shares[1]:.4%} with 4", flush=True)
-    return found
 
 
 def in_slots(shares: Tensor) -> float:
@@ -162,13 +170,7 @@ def packed(kv: Tensor, block: int) -> dict:
         raw_bytes += part.numel() * 2
         stored += slots.numel() + left * part[0, 0].numel() * 2
         blocks, raw = blocks + fits.numel(), raw + left
-    bits = 16 * stored / raw_bytes
-    print(
-        f"packed ({FARTHEST} at most below the largest, room for {1 / VALUES_PER_EXCEPTION:.2%} exceptions): "
-        f"{bits:.3f} bits a value, {16 / bits:.3f} x; {raw} of {blocks} blocks stay raw",
-        flush=True,
-    )
-    return {"bits_a_value": bits, "blocks": blocks, "raw_blocks": raw}
+    return {"bits_a_value": 16 * stored / raw_bytes, "blocks": blocks, "raw_blocks": raw}
 
 
 def speeds(kv: Tensor, block: int, repeat: int) -> dict:
@@ -180,9 +182,7 @@ def speeds(kv: Tensor, block: int, repeat: int) -> dict:
     for _ in range(repeat):
         for name, run in runs.items():
             seconds[name].append(timed(run))
-    found = {name: kv.numel() * 2 / statistics.median(times) / 1e9 for name, times in seconds.items()}
-    print("GB/s of unpacked values:", ", ".join(f"{name} {speed:.1f}" for name, speed in found.items()), flush=True)
-    return found
+    return {name: kv.numel() * 2 / statistics.median(times) / 1e9 for name, times in seconds.items()}
 
 
 def streamed(model: str, text: str, tokens: int, link_gbps: float, threads: int) -> dict[str, dict]:
@@ -191,16 +191,7 @@ def streamed(model: str, text: str, tokens: int, link_gbps: float, threads: int)
     for pack_it in ("off", "on"):
         with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
             found[pack_it] = pool.submit(streamed_run, model, text, tokens, link_gbps, threads, pack_it).result()
-        row = found[pack_it]
-        print(
-            f"{tokens:,} tokens, link {link_gbps:g} GB/s, pack {pack_it}: {row['verify_ms']:.1f} ms a verification, "
-            f"{row['bytes_a_pass'] / 1e6:.1f} MB over the link each; process {row['process_bytes'] / 1e6:.1f} MB, "
-            f"at most {row['peak_bytes'] / 1e6:.1f} MB",
-            flush=True,
-        )
-    off, on = found["off"], found["on"]
-    assert on["token_ids"] == off["token_ids"], "packing changed the text"
-    print(f"packed against raw: verification {on['verify_ms'] / off['verify_ms']:.3f} x", flush=True)
+    assert found["on"]["token_ids"] == found["off"]["token_ids"], "packing changed the text"
     return found
 
 

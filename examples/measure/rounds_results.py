@@ -1,6 +1,6 @@
 """Measures what rounds of speculation bring: lengths, early ends, drafts that are looked up, and drafting that stops.
 
-    python examples/measure/rounds_results.py lengths drafts grid --prompt-file book.txt --store contexts --json rounds.json
+    python examples/measure/rounds_results.py lengths drafts grid --prompt-file book.txt --store contexts
 
 * `lengths`: over a slow link, at most 24 and at most 128 draft tokens, with and without early ends.
 * `drafts`: no draft, a trained one, one that is looked up, and both, for a novel, source code and a table.
@@ -13,12 +13,9 @@ The text is read once and kept in `--store`, so that a second start reads nothin
 
 from __future__ import annotations
 
-import argparse
-import json
 import math
 import shutil
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -29,7 +26,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from report import as_text, make_parser, print_table, write_json
 from safetensors.torch import load_file, save_file
+from triforce.cli.terminal.streams import print_note
 from triforce.offload import Engine, Request, Sampling
 from triforce.offload.contexts.model import ContextRequest
 from triforce.offload.contexts.store import ContextStore
@@ -57,12 +56,11 @@ SAVED = "rounds"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser = make_parser(__doc__)
     parser.add_argument("parts", nargs="+", choices=("lengths", "drafts", "grid"))
     parser.add_argument("--prompt-file", type=Path, required=True)
     parser.add_argument("--model", default="embedded")
     parser.add_argument("--store", type=Path, help="where the text is kept that was read; default: for this start only")
-    parser.add_argument("--json", type=Path, help="file of results, written anew after each")
     parser.add_argument("--repeat", type=int, default=3, help="of lengths and drafts; medians are printed")
     parser.add_argument("--new-tokens", type=int, default=192, help="of an answer in lengths and drafts")
     parser.add_argument("--temperatures", type=_numbers(float), default=[0.0, 0.6])
@@ -81,8 +79,7 @@ def main() -> None:
 
     def keep(part: str, row: dict[str, Any]) -> None:
         found.setdefault(part, []).append(row)
-        if given.json:
-            given.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        write_json(given, found, whole=False)
 
     with nullcontext(given.store) if given.store else tempfile.TemporaryDirectory() as folder:
         store = ContextStore(Path(folder))
@@ -92,6 +89,7 @@ def main() -> None:
             read_once(given.model, text[: longest - given.new_tokens], store)
         for part in given.parts:
             {"lengths": lengths, "drafts": drafts, "grid": grid}[part](given, text, tokenizer, store, keep)
+    write_json(given, found)
 
 
 def _numbers(kind: type) -> Callable[[str], list[Any]]:
@@ -100,7 +98,7 @@ def _numbers(kind: type) -> Callable[[str], list[Any]]:
 
 def read_once(model: str, text: list[int], store: ContextStore) -> None:
     engine = Engine.load(model, device="cpu", draft="none", tiers=1, store=store)
-    print(f"reading {len(text):,} tokens, unless they are saved", file=sys.stderr, flush=True)
+    print_note(f"reading {len(text):,} tokens, unless they are saved")
     engine.read(text, SAVED)
 
 
@@ -122,7 +120,6 @@ def middle(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def lengths(given: Any, text: list[int], tokenizer: Tokenizer, store: ContextStore, keep: Callable) -> None:
-    print("\nlengths: context, T, at most, early ends: TBT ms (all), length chosen, drafted, tokens a round, accepted")
     engine = Engine.load(given.model, device="cpu", resident=0.0, link_gbps=given.link_gbps, store=store)
     for context, temperature in product(given.lengths_contexts, given.temperatures):
         prompt = text[: context - given.new_tokens]
@@ -134,29 +131,43 @@ def lengths(given: Any, text: list[int], tokenizer: Tokenizer, store: ContextSto
                 engine.settings = replace(engine.settings, early_end=early)
                 engine.system = replace(engine.system, limits=AT_MOST[most])
                 runs[most, early].append(run(engine, prompt, given.new_tokens, temperature))
-        for (most, early), several in runs.items():
-            one = middle(several)
-            accepted = one["acceptance"]
-            all_of = " ".join(f"{other['tbt_ms']:.1f}" for other in several)
-            print(
-                f"{context:>7,} {temperature} {most:>3} {early:>4}: {one['tbt_ms']:.1f} ({all_of}), "
-                f"{one['settings']['block_length']}, {accepted['draft_tokens_per_round']:.1f}, "
-                f"{accepted['tokens_per_round']:.1f}, {_shares(accepted)}",
-                flush=True,
-            )
-            keep(
-                "lengths",
-                {"context": context, "temperature": temperature, "most": most, "early_end": early, "runs": several},
-            )
+        rows = [
+            {"context": context, "temperature": temperature, "most": most, "early_end": early, "runs": several}
+            for (most, early), several in runs.items()
+        ]
+        for row in rows:
+            keep("lengths", row)
+        show(given, f"lengths, {context:,} tokens, temperature {temperature}", rows, "most", "early_end")
 
 
-def _shares(accepted: dict[str, Any]) -> str:
-    shares = accepted["draft_per_token"], accepted["retrieval_per_token"]
-    return " / ".join("-" if share is None else f"{share:.3f}" for share in shares)
+def show(given: Any, title: str, rows: list[dict[str, Any]], *names: str) -> None:
+    """Prints a row for the runs of one kind, which `names` tell apart."""
+    shown = []
+    for row in rows:
+        one = middle(row["runs"])
+        accepted, settings = one["acceptance"], one["settings"]
+        shares = accepted["draft_per_token"], accepted["retrieval_per_token"]
+        shown.append(
+            {name: row[name] for name in names}
+            | {
+                "TBT, ms": one["tbt_ms"],
+                "of all runs": " ".join(f"{other['tbt_ms']:.2f}" for other in row["runs"]),
+                "drafted": accepted["draft_tokens_per_round"],
+                "a round": accepted["tokens_per_round"],
+                "accepted": " / ".join(map(as_text, shares)),
+                "lengths": f"{settings['draft_length']} / {settings['block_length']}",
+            }
+        )
+    print_table(given, title, shown, notes=[MEANING])
+
+
+MEANING = (
+    "The figures are those of the run with the median TBT. drafted, a round: tokens that a round tests, and that it "
+    "brings. accepted: the draft's tokens / the retrieval cache's. lengths: draft / block."
+)
 
 
 def drafts(given: Any, text: list[int], tokenizer: Tokenizer, store: ContextStore, keep: Callable) -> None:
-    print("\ndrafts: link, text, T, draft: TBT ms (all), tokens a round, accepted (draft / retrieval), lengths")
     size = given.drafts_context - given.new_tokens
     texts = {"novel": text[:size], "code": code(tokenizer, size), "table": table(tokenizer, size)}
     kinds = {"none": "none", "trained": None, "lookup": "lookup", "both": f"{given.model},lookup"}
@@ -172,17 +183,13 @@ def drafts(given: Any, text: list[int], tokenizer: Tokenizer, store: ContextStor
             for repeat in range(given.repeat):
                 for name in list(engines) if repeat % 2 else reversed(engines):
                     runs[name].append(run(engines[name], texts[kind], given.new_tokens, temperature))
-            for name, several in runs.items():
-                one = middle(several)
-                all_of = " ".join(f"{other['tbt_ms']:.2f}" for other in several)
-                chosen = f"{one['settings']['draft_length']}, {one['settings']['block_length']}"
-                print(
-                    f"{link:<4} {kind:<6} {temperature} {name:<8}: {one['tbt_ms']:.2f} ({all_of}), "
-                    f"{one['acceptance']['tokens_per_round']:.1f}, {_shares(one['acceptance'])}, {chosen}",
-                    flush=True,
-                )
-                row = {"link": link, "text": kind, "temperature": temperature, "draft": name}
-                keep("drafts", {**row, "runs": several})
+            rows = [
+                {"link": link, "text": kind, "temperature": temperature, "draft": name, "runs": several}
+                for name, several in runs.items()
+            ]
+            for row in rows:
+                keep("drafts", row)
+            show(given, f"drafts, link {link}, {kind}, temperature {temperature}", rows, "draft")
 
 
 def _options(given: Any, link: str) -> dict[str, Any]:
@@ -215,7 +222,6 @@ def table(tokenizer: Tokenizer, size: int) -> list[int]:
 
 
 def grid(given: Any, text: list[int], tokenizer: Tokenizer, store: ContextStore, keep: Callable) -> None:
-    print("\ngrid: context, batch, link, draft: three tiers ÷ plain decoding, mean (upper end), pairs, TBT ms, lengths")
     questions = [
         tokenizer.encode(f"\n\nQuestion {i}: what did they say in chapter {i}?", False)
         for i in range(max(given.batches))
@@ -229,17 +235,17 @@ def grid(given: Any, text: list[int], tokenizer: Tokenizer, store: ContextStore,
                 tiers: Engine.load(given.model, small, device="cpu", store=store, **_options(given, link))
                 for tiers in (1, 3)
             }
+            rows = []
             for context, batch in product(given.grid_contexts, given.batches):
                 room = given.new_tokens + max(map(len, questions))
                 prompts = [[*text[: context - room], *question] for question in questions[:batch]]
                 row = cell(engines, prompts, given.pairs, 32 if slow else 96, slow)
                 row |= {"context": context, "batch": batch, "link": link, "draft": draft}
-                print(
-                    f"{context:>6,} {batch} {link:<4} {draft:<7}: {row['ratio']:.3f} ({row['upper']:.3f}), "
-                    f"{len(row['ratios'])}, {row['three_ms']:.2f} / {row['plain_ms']:.2f}, {row['lengths']}",
-                    flush=True,
-                )
+                rows.append(row | {"pairs": len(row["ratios"]), "lengths": str(row["lengths"])})
                 keep("grid", row)
+                print_note(f"{context:,} tokens, batch {batch}, link {link}, {draft} draft: {row['ratio']:.3f}")
+            columns = ("context", "batch", "ratio", "upper", "pairs", "three_ms", "plain_ms", "lengths")
+            print_table(given, f"three tiers ÷ plain decoding, link {link}, {draft} draft", rows, columns)
 
 
 def cell(engines: dict[int, Engine], prompts: list[list[int]], pairs: int, tokens: int, slow: bool) -> dict[str, Any]:

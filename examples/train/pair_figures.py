@@ -33,6 +33,7 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from torch import Tensor
 from triforce.cli.logbook import LogBook
+from triforce.cli.terminal.streams import print_note
 from triforce.offload import Engine, Sampling
 from triforce.offload.caches.full import FullCache
 from triforce.offload.caches.retrieval import RetrievalCache
@@ -40,6 +41,9 @@ from triforce.offload.caches.streaming import StreamingCache, prefill_streaming
 from triforce.offload.planning.run_plan import planned_budget
 from triforce.offload.settings import Settings
 from triforce.tp.decoder import Cache
+
+sys.path.append(str(Path(__file__).parents[1] / "measure"))  # where `report` is, if this is run as a script
+from report import make_parser, print_table, write_json
 
 CHUNK = 8
 PLACES = (0.1, 0.6)
@@ -58,19 +62,19 @@ def main() -> int:
     try:
         figures = Figures(options)
     except FileNotFoundError as error:
-        print(f"pair_figures: {error.filename} is missing; give --pair and --book", file=sys.stderr)
+        print_note(f"pair_figures: {error.filename} is missing; give --pair and --book")
         return 2
     for part in options.only:
         began = time.monotonic()
         figures.results[part] = getattr(figures, part)()
         figures.results.setdefault("seconds", {})[part] = round(time.monotonic() - began, 1)
-        if options.json:
-            options.json.write_text(json.dumps(figures.results, indent=1) + "\n", encoding="utf-8")
+        write_json(options, figures.results, whole=False)
+    write_json(options, figures.results)
     return 0
 
 
 def parse_options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser = make_parser(__doc__)
     parser.add_argument("--pair", type=Path, required=True, help="folder with target/ and draft/")
     parser.add_argument("--book", type=Path, required=True, help="held-out text")
     parser.add_argument(
@@ -89,12 +93,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--new-tokens", type=int, default=128, help="tokens a place and temperature for acceptance")
     parser.add_argument("--budget", type=int, help="tokens of the retrieval cache; default: what the tool plans")
     parser.add_argument("--threads", type=int, default=0, help="CPU threads; default: torch's choice")
-    parser.add_argument("--json", type=Path, help="write the figures here")
     return parser.parse_args()
-
-
-def say(label: str, value: object) -> None:
-    print(f"{label}: {value}", flush=True)
 
 
 class Figures:
@@ -107,7 +106,11 @@ class Figures:
         self.tokenizer = Tokenizer.from_file(str(self.existing(self.target_dir / "tokenizer.json")))
         text = self.existing(options.book).read_text(encoding="utf-8-sig")
         self.book = self.encode(text)
-        say("held-out book", f"{options.book.name}, {len(self.book):,} tokens")
+        print_note(f"held-out book: {options.book.name}, {len(self.book):,} tokens")
+
+    def show(self, title: str, rows: dict[str, dict[str, Any]]) -> None:
+        """Prints rows by their names."""
+        print_table(self.options, title, [{"": name, **row} for name, row in rows.items()])
 
     @staticmethod
     def existing(path: Path) -> Path:
@@ -133,7 +136,7 @@ class Figures:
         model = Decoder(Shape.of(json.loads((self.target_dir / "config.json").read_text(encoding="utf-8"))))
         model.load_hf_state(load_file(self.target_dir / "model.safetensors"))
         short = np.concatenate([token_losses(model, self.stretch(i / 16, 2049)) for i in range(16)])
-        say("loss at 2,048 tokens", f"{short.mean():.3f} nats")
+        print_note(f"loss at 2,048 tokens: {short.mean():.3f} nats")
         places, longest = self.options.places, self.options.loss_context
         far = np.mean([token_losses(model, self.stretch(i / places, longest + 1)) for i in range(places)], axis=0)
         alone = np.mean([self.losses_in_short_samples(model, i / places, longest) for i in range(places)], axis=0)
@@ -141,10 +144,11 @@ class Figures:
         by_position, short_samples = (
             {f"{a}-{b}": round(float(losses[a:b].mean()), 4) for a, b in windows} for losses in (far, alone)
         )
-        say("loss by position", by_position)
-        say("the same text in samples of 2,048", short_samples)
         held_out = round(float(short.mean()), 4)
-        return {"held_out_2048": held_out, "by_position": by_position, "in_samples_of_2048": short_samples}
+        found = {"by_position": by_position, "in_samples_of_2048": short_samples}
+        rows = {window: {kind: losses[window] for kind, losses in found.items()} for window in by_position}
+        self.show(f"loss in nats, {held_out} at 2,048 tokens", rows)
+        return {"held_out_2048": held_out, **found}
 
     def losses_in_short_samples(self, model: Decoder, place: float, longest: int) -> np.ndarray:
         """Loss of every token of a stretch after its first, each sample of 2,048 read for itself."""
@@ -165,8 +169,7 @@ class Figures:
                         found = self.tokenizer.decode(ids).replace(" ", "").startswith(key)
                         hits[way].setdefault(str(depth), []).append(found)
             out[str(context)] = {way: summary(by_depth) for way, by_depth in hits.items()}
-            for way, result in out[str(context)].items():
-                say(f"pass-key recall at {context:,}, {way}", result)
+            self.show(f"pass-key recall at {context:,}", out[str(context)])
         return out
 
     def prompt_with_key(self, key: str, place: float, depth: float, context: int) -> list[int]:
@@ -190,8 +193,7 @@ class Figures:
             asked = ask_logs(self.encode, context, self.options.questions)
             asked = with_beginnings(asked, self.encode) if begun else asked
             out[str(context)] = self.answered_by(reader, asked)
-            for way, result in out[str(context)].items():
-                say(f"{label} at {context:,}, {way}", result)
+            self.show(f"{label} at {context:,}", out[str(context)])
         return out
 
     def opening(self) -> dict:
@@ -202,8 +204,7 @@ class Figures:
             for question in ask_uniformly(self.encode, seed, OPENING_TOKENS, OPENING_QUESTIONS)
         ]
         out = self.answered_by(self.reader(), asked)
-        for way, result in out.items():
-            say(f"three answers a log, {way}", result)
+        self.show("three answers a log", out)
         return out
 
     def answered_by(self, reader: "Reader", asked: list[Asked]) -> dict:
@@ -251,7 +252,7 @@ class Figures:
                 note(by_temperature, str(temperature), run.stats()["acceptance"])
             name = f"{label}, {way}, {'fixed' if lengths else 'chosen'} lengths"
             out[name] = means(by_temperature)
-            say(f"acceptance at {context:,}, {name}", out[name])
+            self.show(f"acceptance at {context:,}, {name}", out[name])
         return out
 
     def sample(self) -> dict:
@@ -261,7 +262,7 @@ class Figures:
         sampling = Sampling(temperature=0.8, top_p=0.95, top_k=0, seed=1)
         ids = engine.generate(prompt, sampling, max_new_tokens=200, ignore_eos=True).token_ids
         text = {"prompt_end": self.tokenizer.decode(prompt[-60:]), "text": self.tokenizer.decode(ids)}
-        say("sample", "..." + text["prompt_end"] + " >>> " + text["text"])
+        self.show("sample, at temperature 0.8", {name: {"text": part} for name, part in text.items()})
         return text
 
 

@@ -121,7 +121,8 @@ def test_its_own_parts_and_a_command_run_on_a_cpu(tmp_path):
     asked = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, check=False)
     assert asked.returncode == 0, asked.stdout + (tmp_path / "log.txt").read_text()
     done = json.loads((tmp_path / "results.json").read_text())
-    assert set(done["parts"]) == set(chosen)
+    assert set(done["parts"]) == set(chosen) == set(done["options"]["only"])
+    assert done["script"] == "gpu_results" and done["machine"]["device"] == "cpu" and done["torch"]
     assert done["parts"]["memory"]["result"]["after_the_run"]["planned"]["weights"] > 0
     assert done["figures"]["link: in_1_mib_gb_per_s"] > 0
     assert done["figures"]["prefill: streamed_300_tokens_per_s"] > 0

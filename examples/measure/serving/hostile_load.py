@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import itertools
-import json
 import math
 import random
 import statistics
@@ -27,14 +26,11 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-import torch
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
-sys.path.append(str(Path(__file__).parents[1]))  # where `serving` is, if this is run as a script
+sys.path.append(str(Path(__file__).parents[1]))  # where `report` and `serving` are, if this is run as a script
+from report import make_parser, print_table, write_json
 from triforce.cli.logbook import LogBook
-from triforce.tp.devices import device_name
+from triforce.cli.terminal.streams import print_note
 from triforce.tp.parallel.launch import usable_cores
 
 from serving.bodies import CHAT, COMPLETION
@@ -80,7 +76,7 @@ _MAX_SHOWN = 20
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser = make_parser(__doc__)
     parser.add_argument("--minutes", type=float, default=30.0, help="(default 30)")
     parser.add_argument("--honest", type=int, default=64, help="clients (default 64)")
     parser.add_argument("--hostile", type=int, default=32, help="clients (default 32)")
@@ -96,7 +92,6 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="of what clients draw")
     parser.add_argument("--model", default="embedded", help="a pair (default embedded)")
     parser.add_argument("--options", default=_SERVER, help=f"of triforce serve (default: {_SERVER})")
-    parser.add_argument("--json", help="where figures go; - is stdout")
     given = parser.parse_args()
     if unknown := set(given.kinds.split(",")) - set(KINDS):
         parser.error(f"--kinds: {', '.join(sorted(unknown))}: there are {', '.join(KINDS)}")
@@ -110,13 +105,9 @@ def main() -> None:
         notes = (line for line in lines if not line.startswith("{") and _REMOVED not in line)
         found["notes"] = dict(Counter(notes).most_common())
     found["exit_code"] = server.process.returncode
-    found["promises"] = promises(found)
-    Console(stderr=given.json == "-").print(*tables(found), sep="\n")
-    text = json.dumps(found, indent=2) + "\n"
-    if given.json == "-":
-        sys.stdout.write(text)
-    elif given.json:
-        Path(given.json).write_text(text, encoding="utf-8")
+    found["promises"] = promises(given, found)
+    show(given, found)
+    write_json(given, found)
     sys.exit(not all(one["kept"] for one in found["promises"]))
 
 
@@ -352,11 +343,10 @@ class HostileLoad:
             self._samples.append(found)
             answered, outcomes = len(self._honest.waits_s), sum(map(Counter.total, self._tally.outcomes.values()))
             mib = found["rss_bytes"] / 2**20
-            print(
+            print_note(
                 f"{found['second']:6.0f} s: {answered} honest answers, {self._honest.asked - answered} more asked for, "
                 f"{outcomes} ends of hostile requests, {mib:,.0f} MiB, {found['descriptors']} descriptors, "
-                f"{found['threads']} threads",
-                file=sys.stderr,
+                f"{found['threads']} threads"
             )
 
     async def _sample(self) -> dict[str, Any]:
@@ -403,7 +393,7 @@ class HostileLoad:
                 return now
 
     def _figures(self, first: dict[str, Any], early: dict[str, Any], last: dict[str, Any]) -> dict[str, Any]:
-        given, honest, tally = self._given, self._honest, self._tally
+        honest, tally = self._honest, self._tally
         mark_s = early["second"]
         ends = [0.0, *(mark_s + _EARLY_S * number for number in range(1000))]
         windows = [  # whole ones, the first but for the pause
@@ -413,9 +403,6 @@ class HostileLoad:
         ]
         waits = sorted(honest.waits_s) or [math.nan]
         return {
-            "machine": device_name(torch.device("cpu")),
-            "torch": torch.__version__,
-            "options": {name: getattr(given, name) for name in vars(given) if name != "json"},
             "honest": {
                 "asked": honest.asked,
                 "answered": len(honest.waits_s),
@@ -463,7 +450,7 @@ class HostileLoad:
         }
 
 
-def promises(found: dict[str, Any]) -> list[dict[str, Any]]:
+def promises(given: argparse.Namespace, found: dict[str, Any]) -> list[dict[str, Any]]:
     """What must hold, whether it was kept, and the figures that say so."""
     honest, memory, faults, bodies = found["honest"], found["memory"], found["faults"]["count"], found["fuzzed_bodies"]
     lasting = [a - b for a, b in zip(memory["settled_bytes"], memory["settled_kv_cache_bytes"], strict=True)]
@@ -484,7 +471,7 @@ def promises(found: dict[str, Any]) -> list[dict[str, Any]]:
     rows = [
         ("every honest answer comes", came, f"{honest['answered']} of {honest['asked']}"),
         ("it is the text that it is alone", not honest["wrong"], f"{honest['wrong']} are not"),
-        ("all fuzzed bodies are dealt with", bodies >= found["options"]["bodies"], f"{bodies}"),
+        ("all fuzzed bodies are dealt with", bodies >= given.bodies, f"{bodies}"),
         ("no 5xx but 503; errors say why", not faults, f"{faults} other answers"),
         ("nothing waits or runs at the pause, nor afterwards", set(found["left"]) == {0}, f"{found['left']}"),
         (f"memory under load grows at most x {_MOST_GROWTH}", highest <= _MOST_GROWTH * at_mark, loaded),
@@ -507,26 +494,22 @@ def promises(found: dict[str, Any]) -> list[dict[str, Any]]:
     return [{"promise": name, "kept": kept, "found": figures} for name, kept, figures in rows]
 
 
-def tables(found: dict[str, Any]) -> list[Any]:
-    """The report."""
-    options, honest, late_s = found["options"], found["honest"], found["longest_delay_here_s"]
-    clients = f"{options['honest']} honest and {options['hostile']} hostile clients"
-    kept = Table("promise", "kept", "found", title=f"{clients}, {options['minutes']:g} minutes, {found['machine']}")
-    for one in found["promises"]:
-        kept.add_row(one["promise"], "yes" if one["kept"] else "NO", one["found"])
-    outcomes = Table("hostile clients", "what came of their requests")
-    for kind, several in found["hostile"].items():
-        outcomes.add_row(kind, ", ".join(f"{outcome}: {count}" for outcome, count in several.items()))
+def show(given: argparse.Namespace, found: dict[str, Any]) -> None:
+    """Prints the tables, and examples of what went wrong."""
+    honest = found["honest"]
     waits = ", ".join(f"{name} {seconds:.1f}" for name, seconds in honest["wait_s"].items())
+    late = f"(this program kept clients waiting for {found['longest_delay_here_s']:.1f} s at most)"
     refused = ", ".join(f"{code}: {count}" for code, count in honest["refused"].items()) or "never"
-    examples = *honest["examples"]["wrong"][:3], *honest["examples"]["unanswered"][:3], *found["faults"]["examples"][:5]
-    return [
-        kept,
-        outcomes,
-        f"wait for an honest answer in s: {waits} (this program kept clients waiting for {late_s:.1f} s at most)",
-        f"honest clients were told to ask again: {refused}",
-        *(Text(str(one)[:600]) for one in (*examples, *list(found["notes"].items())[:5])),
+    wrong = *honest["examples"]["wrong"][:3], *honest["examples"]["unanswered"][:3], *found["faults"]["examples"][:5]
+    outcomes = [
+        {"hostile clients": kind, "outcomes": ", ".join(f"{outcome}: {count}" for outcome, count in several.items())}
+        for kind, several in found["hostile"].items()
     ]
+    notes = [f"wait for an honest answer in s: {waits} {late}", f"honest clients were told to ask again: {refused}"]
+    notes += [str(one)[:600] for one in (*wrong, *list(found["notes"].items())[:5])]
+    clients = f"{given.honest} honest and {given.hostile} hostile clients, {given.minutes:g} minutes"
+    print_table(given, "what came of hostile clients' requests", outcomes, ("hostile clients", "outcomes"))
+    print_table(given, clients, found["promises"], notes=notes)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 with one book against one, a long chat about a book.
 
     python examples/measure/serving/serve_results.py --prompt-file book.txt --parts load --minutes 10
-    python examples/measure/serving/serve_results.py --prompt-file book.txt --parts reading,clients,link,chat --tokens 32768
+    python examples/measure/serving/serve_results.py --prompt-file book.txt --parts reading,clients,link,chat
 
 Each part starts a server of its own, whose contexts are in a temporary directory. Exits with 1 if a promise of the part
 `load` does not hold.
@@ -26,7 +26,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-sys.path.append(str(Path(__file__).parents[1]))  # where `serving` is, if this is run as a script
+sys.path.append(str(Path(__file__).parents[1]))  # where `report` and `serving` are, if this is run as a script
+from report import figure_rows, make_parser, print_table, write_json
+from triforce.cli.terminal.streams import print_note
 from triforce.tp.weights.registry import find_pair
 from triforce.tp.weights.tokenizer import Tokenizer
 
@@ -45,7 +47,7 @@ main()
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser = make_parser(__doc__)
     parser.add_argument("--prompt-file", type=Path, required=True, help="a book")
     parser.add_argument("--parts", default="load,reading,clients,link,chat")
     parser.add_argument("--model", default="embedded")
@@ -60,7 +62,6 @@ def main() -> None:
     parser.add_argument("--repeat", type=int, default=3, help="of clients and link: medians are of so many")
     parser.add_argument("--link-gbps", type=float, default=1.0, help="of link: what streams over it a second")
     parser.add_argument("--turns", type=int, default=20, help="of chat")
-    parser.add_argument("--json", type=Path, help="where figures go")
     given = parser.parse_args()
     texts = Texts(given)
     parts: dict[str, Callable[[argparse.Namespace, Texts], dict[str, Any]]] = {
@@ -68,10 +69,10 @@ def main() -> None:
     }  # fmt: skip
     found = {}
     for part in given.parts.split(","):
-        print(f"{part}:", file=sys.stderr)
+        print_note(f"{part}:")
         found[part] = parts[part](given, texts)
-        if given.json:
-            given.json.write_text(json.dumps(found, indent=2) + "\n")
+        write_json(given, found, whole=False)
+    write_json(given, found)
     sys.exit(bool(found.get("load", {}).get("failures")))
 
 
@@ -166,13 +167,12 @@ def load(given: argparse.Namespace, _: Texts) -> dict[str, Any]:
     with serving(given, "--dtype", "float32", "--max-new-tokens", "8") as server:
         locked = locked_bytes(server.pid)
         run = Load(server.port, clients=given.clients, seconds=60 * given.minutes, bodies=given.bodies)
-        found = run.run(lambda line: print(line, file=sys.stderr))
+        found = run.run(print_note)
         if locked_bytes(server.pid) > locked:
             found["failures"].append(f"locked memory: {locked} bytes before, {locked_bytes(server.pid)} after")
-    ratio = found["memory"].get("ratio", float("nan"))
-    print(f"requests by what came of them: {found['counts']}")
-    print(f"longest wait {found['longest_wait_s']:.1f} s; memory since minute 2: x {ratio:.3f}")
-    print("\n".join(found["failures"]) or "every promise holds")
+    figures = {"longest_wait_s": found["longest_wait_s"], **found["memory"], **found["counts"]}
+    title = f"{given.clients} clients, {given.minutes:g} minutes; requests by what came of them"
+    print_table(given, title, figure_rows(figures), notes=found["failures"] or ["every promise holds"])
     return found
 
 
@@ -238,10 +238,11 @@ def reading(given: argparse.Namespace, texts: Texts) -> dict[str, Any]:
             },
             "longest_gap_ms": 1e3 * max(spent for spent, _ in within),
         }
-        tbt = ", ".join(f"{kind} {value:.1f}" for kind, value in found[name]["tbt_ms"].items())
-        print(f"{name:7} {end - begin:6.1f} s, {len(shares):6} tokens, TBT in ms: {tbt}")
     found["ratio"] = found["during"]["tbt_ms"]["mean"] / found["before"]["tbt_ms"]["mean"]
-    print(f"TBT while a book of {given.tokens:,} tokens is read, against before: x {found['ratio']:.2f}")
+    rows = [{"time": name, **found[name], **found[name]["tbt_ms"]} for name in ("before", "during", "after")]
+    columns = ("time", "seconds", "tokens", "mean", "p50", "p95", "longest_gap_ms")
+    title = f"TBT in ms of four answers, before, while and after a book of {given.tokens:,} tokens is read"
+    print_table(given, title, rows, columns, [f"during, against before: x {found['ratio']:.2f}"])
     return found
 
 
@@ -268,8 +269,8 @@ def clients(given: argparse.Namespace, texts: Texts, *options: str, link_gbps: f
                 assert len(counts) == count, "an answer is missing"
                 speeds.setdefault(count, []).append(sum(counts) / (time.perf_counter() - began))
     ratio = statistics.median(many / one for one, many in zip(speeds[1], speeds[8], strict=True))
-    medians = [statistics.median(speeds[count]) for count in (1, 8)]
-    print(f"tokens/s about a book of {given.tokens:,}: one {medians[0]:.1f}, eight {medians[1]:.1f}; x {ratio:.2f}")
+    row = {"one": statistics.median(speeds[1]), "eight": statistics.median(speeds[8]), "ratio": ratio}
+    print_table(given, f"tokens/s of clients about a book of {given.tokens:,} tokens", [row])
     return {"tokens": given.tokens, "one": speeds[1], "eight": speeds[8], "ratio": ratio}
 
 
@@ -283,8 +284,6 @@ def chat(given: argparse.Namespace, texts: Texts) -> dict[str, Any]:
     rows, messages = [], list[dict[str, str]]()
     with serving(given) as server:
         book = server.upload("book", texts.cut(given.tokens))
-        print(f"{book['tokens']:,} tokens were read in {book['read_s']:.1f} s\n")
-        print("| turn | tokens of the prompt | known before | read | TTFT, s |\n|---|---|---|---|---|")
         for turn in range(1, given.turns + 1):
             asked = " ".join([_QUESTION.format(turn)] * (1 + turn % 4 * 3))
             messages.append({"role": "user", "content": asked})
@@ -297,10 +296,10 @@ def chat(given: argparse.Namespace, texts: Texts) -> dict[str, Any]:
             assert usage is not None, "the answer broke off"
             messages.append({"role": "assistant", "content": said or " "})
             cached = usage["prompt_tokens_details"]["cached_tokens"]
-            row = {"prompt": usage["prompt_tokens"], "cached": cached, "ttft_s": first_s}
-            rows.append(row)
-            shown = "-" if first_s is None else f"{first_s:.2f}"
-            print(f"| {turn} | {row['prompt']:,} | {cached:,} | {row['prompt'] - cached:,} | {shown} |", flush=True)
+            rows.append({"prompt": usage["prompt_tokens"], "cached": cached, "ttft_s": first_s})
+            print_note(f"turn {turn}: {rows[-1]}")
+    title = f"turns about a book of {book['tokens']:,} tokens, read in {book['read_s']:.1f} s"
+    print_table(given, title, [{"turn": turn, **row} for turn, row in enumerate(rows, 1)])
     return {"tokens": book["tokens"], "read_s": book["read_s"], "turns": rows}
 
 

@@ -90,6 +90,7 @@ def test_beside_hostile_clients_every_honest_answer_comes_and_is_the_same(tmp_pa
     assert done.returncode == bool(broken), done.stderr
     assert all("grows" in one for one in broken), done.stdout  # memory still does in so short a time
     assert found["alive"] and found["exit_code"] == 143
+    assert found["options"]["honest"] == 8 and found["machine"]["device_name"] in done.stdout
 
 
 def test_a_request_with_more_answers_than_are_written_at_a_time_gets_all(serving):
