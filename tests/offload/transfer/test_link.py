@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import time
+from typing import Any
 
 import pytest
 import torch
@@ -84,7 +85,7 @@ def test_a_ring_that_is_stopped_waits_for_all_copies_also_where_some_failed():
     link = ThreadLink(bytes_per_s=160e3)  # 0.2 s for a block
     ring = Ring(link, [torch.empty(BLOCK) for _ in range(3)])
     ring.begin(iter([torch.zeros(3, 5), torch.zeros(3, 5), torch.ones(BLOCK)]))
-    *_, (_, _, last) = ring._under_way
+    last: Any = ring._under_way[-1][2]
     ring.stop()
     assert last.done.is_set()
     ring.begin(iter(blocks(4)))
@@ -95,7 +96,7 @@ def test_a_ring_that_is_stopped_waits_for_all_copies_also_where_some_failed():
 def test_failing_store_is_raised_when_all_stores_settle():
     link = ThreadLink(bytes_per_s=160e3)
     link.store(torch.zeros(4), torch.zeros(3))
-    last = link.store(torch.ones(BLOCK), torch.zeros(BLOCK))
+    last: Any = link.store(torch.ones(BLOCK), torch.zeros(BLOCK))
     with pytest.raises(LinkError):
         link.wait_for_stores()
     assert last.done.is_set()
