@@ -264,7 +264,7 @@ class ContextStore:
         if needed + reserve > free:
             raise ContextError(
                 f"{gib(needed)} are needed in {self.root}, which has {gib(free)} free, and {gib(reserve)} must stay "
-                "free of what clients have saved; free some: triforce contexts prune --keep SIZE"
+                "free beside what clients save; free some: triforce contexts prune --keep SIZE"
             )
 
     def _files(self, name: str) -> list[Path]:

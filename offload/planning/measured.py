@@ -115,14 +115,14 @@ class Measured:
         """What passes of `request` take there.
 
         Raises:
-            TriforceError: it holds no pass that did not wait for the link.
+            TriforceError: every pass waited for the link or a disk.
             UsageError: three tiers are planned, but no draft was measured.
         """
         runs = [_median_run(row["runs"]) for at in self.contexts for row in at["tiers"]]
         passes = [found for run in runs for found in _passes(run, request)]
         if not passes:
             raise TriforceError(
-                f"--measured {self.path} holds no pass that did not wait for the link; measure with --tiers 1,3"
+                f"in --measured {self.path}, every pass waited for the link or a disk; measure with --tiers 1,3"
             )
         drafts = [run["time_s"]["draft"] / run["passes"]["draft"] for run in runs if run["passes"]["draft"]]
         if request.settings.tiers == 3 and not drafts:

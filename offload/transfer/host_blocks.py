@@ -154,8 +154,8 @@ class Overflow:
         size = prod(self._shape) * self._dtype.itemsize
         if psutil.virtual_memory().available < size + _LEFT_FREE:
             raise CapacityError(
-                f"{self.blocks + 1:,} blocks of the KV cache do not pack, and no memory is left to keep one more as it "
-                "is; give --pack off, free memory, or shorten the prompt"
+                f"{self.blocks + 1:,} blocks of the KV cache cannot be packed, and there is no memory to keep one more "
+                "unpacked; give --pack off, free memory, or shorten the prompt"
             )
         block = self.memory.take((1, *self._shape), self._dtype, must_be_locked=not self.memory.staged)[0]
         with self._lock:

@@ -81,8 +81,8 @@ class ModelConfig:
         if self.further_layers != 1:
             found = f"has {self.further_layers} layers" if self.further_layers else "is not there, or not of this kind"
             raise ModelError(
-                f"the multi-token-prediction head of {self.name} {found}, and --draft mtp needs one of one layer "
-                "(Qwen3-Next and Qwen3.5 have it); give a small model to --draft, or lookup, or none"
+                f"the multi-token-prediction head of {self.name} {found}; --draft mtp needs a head with one layer "
+                "(Qwen3-Next and Qwen3.5 have one); give a small model to --draft, or lookup, or none"
             )
         return replace(self, num_layers=1, sliding_windows=(), linear=None, further_layers=None, is_head=True)
 

@@ -140,8 +140,8 @@ def _refusal_of(owner: int | None) -> BodyError | None:
         return None
     what = "it cannot be told whose request this is" if owner is None else "the request is of another user"
     return BodyError(
-        f"{what}, and without a key only the one who serves is answered: start triforce serve with --api-key @FILE, "
-        "with --uds PATH (a Unix socket), or with --no-auth to answer anybody",
+        f"{what}, and a server without a key answers only the user who started it, and root: start triforce serve with "
+        "--api-key @FILE, with --uds PATH (a Unix socket), or with --no-auth to answer anybody",
         code="other_user", status=401,
     )  # fmt: skip
 

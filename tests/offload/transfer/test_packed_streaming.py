@@ -146,7 +146,7 @@ def test_no_memory_for_a_block_that_does_not_pack_is_said(link, monkeypatch):
         available = 0
 
     monkeypatch.setattr(psutil, "virtual_memory", Nothing)
-    with pytest.raises(CapacityError, match=r"1 blocks of the KV cache do not pack.*--pack off"):
+    with pytest.raises(CapacityError, match=r"1 blocks of the KV cache cannot be packed.*--pack off"):
         Overflow(HostMemory(link), (2, 2, 64, 16), torch.bfloat16).take()
 
 
