@@ -265,7 +265,7 @@ def test_its_memory_is_planned(checkpoint, gpus):
 def test_what_has_no_head_is_refused(tmp_path):
     save_llama(tmp_path / "llama")
     with pytest.raises(
-        ModelError, match="the multi-token-prediction head of llama is not there, or not of this kind; --draft mtp needs"
+        ModelError, match="the multi-token-prediction head of llama is not there, or not of this kind; --draft mtp"
     ):
         Engine.load(tmp_path / "llama", "mtp", device="cpu")
     save_family(tmp_path / "without", "qwen3.5")
