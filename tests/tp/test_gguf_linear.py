@@ -124,7 +124,7 @@ def test_its_multi_token_prediction_head_is_read(tmp_path, family):
 
 def test_a_file_without_a_head_has_none(tmp_path):
     save_gguf(tmp_path / "m", "qwen3.5", mixed)
-    with pytest.raises(ModelError, match="is not there, or not of this kind, and --draft mtp needs one"):
+    with pytest.raises(ModelError, match="is not there, or not of this kind; --draft mtp needs a head"):
         Engine.load(find_model(tmp_path / "m.gguf"), "mtp", device="cpu")
 
 
