@@ -36,8 +36,8 @@ class Request:
     grammar: Grammar | None = None
     """The form that the answer is to have."""
     contexts: ContextRequest | None = None
-    """What to do with saved contexts: in a run by default what the engine was loaded for; in a batch nothing, but for
-    the first one, whose are the batch's. A `save` needs all of the prompt to be read for it alone."""
+    """What to do with saved contexts; `None`: in a run what the engine was loaded for, in a batch nothing. The first
+    request of a batch that is not refused has the batch's. A `save` needs all of the prompt to be read for it alone."""
     stops: Callable[[list[int]], bool] | None = None
     """Called on rank 0 with the new tokens of each round; whether the answer ends with them."""
     tag: Any = None
