@@ -27,8 +27,10 @@ has its machine, its command and its figures.
 
 There are two kinds of sections:
 
-* `bench-…` compares decoding with one, two and three tiers (models that take part; one tier is plain decoding). It was
-  measured with [`triforce bench`](bench.md). That page explains the figures.
+* `bench-…` compares decoding with one, two and three tiers. One tier is plain decoding. With two tiers, the target
+  drafts with its *retrieval cache*, a small copy of the parts of the KV cache that got most attention. With three tiers,
+  a small model drafts as well. These sections were measured with [`triforce bench`](bench.md). That page explains the
+  figures.
 * `compare-…` compares this engine with other systems. It was measured with `triforce compare`. Each system runs in a
   process of its own. TTFT is the time to first token, TBT the time between tokens.
 
@@ -45,17 +47,17 @@ The sections use these terms:
 * `embedded` is the embedded pair, a target and its draft model, which are installed with `triforce`. Until 2026-11-22
   it was the first edition: its target had 5.8 M parameters instead of 7.7 M, and a KV cache of the same size
   ([model card](../tp/embedded/README.md)).
-* *Interleaved runs*: the numbers of tiers were run alternately, once each, and then again from the first one. In
-  brackets after a median: the smallest and the largest value of these runs.
+* *Interleaved runs*: one run with each number of tiers, one after another. Then this series was repeated. In brackets
+  after a median: the smallest and the largest value of these runs.
 * *Accepted*: the share of the tested draft tokens that were accepted. There are two kinds. The *small model's drafts*
-  are tested by the target on its retrieval cache. The *retrieval cache's drafts*, which the target drafts with that
-  cache, are tested by the target on the full KV cache.
+  are tested by the target on its retrieval cache. The *retrieval cache's drafts* are the tokens that the target drafts
+  with its retrieval cache. They are tested on the full KV cache.
 * *Round*: a pass over the full KV cache that tests draft tokens, and the drafting before it.
 * *Floor*: a lower bound of the time of one pass over the full KV cache. With two or three tiers, a pass gives several
   tokens. So the TBT can be less than the floor.
 * *The faster of both* (llama.cpp): it was tried with flash attention off and on, and measured with the faster setting.
-  The trial used the number of tokens that is given, or was the warm-up run. *In one format*: weights and KV cache have
-  the same number format.
+  *At 8,192 tokens* is the length of the prompt in these trials. *In the warm-up* means that the warm-up runs were the
+  trials. *In one format*: weights and KV cache have the same number format.
 * *The library's own lengths* (transformers-assisted): transformers itself decides how many tokens are drafted at a
   time.
 * *Offloaded to host memory* (DeepSpeed) is a setting. On a CPU, the parameters are in host memory in any case.
