@@ -28,9 +28,9 @@ has its machine, its command and its figures.
 There are two kinds of sections:
 
 * `bench-…` compares decoding with one, two and three tiers. One tier is plain decoding. With two tiers, the target
-  drafts with its *retrieval cache*, a small copy of the parts of the KV cache that got most attention. With three tiers,
-  a small model drafts as well. These sections were measured with [`triforce bench`](bench.md). That page explains the
-  figures.
+  drafts with its *retrieval cache*, a small copy of the parts of the KV cache that got most attention. With three
+  tiers, a small model drafts as well. These sections were measured with [`triforce bench`](bench.md). That page
+  explains the figures.
 * `compare-…` compares this engine with other systems. It was measured with `triforce compare`. Each system runs in a
   process of its own. TTFT is the time to first token, TBT the time between tokens.
 
