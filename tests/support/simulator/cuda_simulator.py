@@ -36,7 +36,7 @@ class Race(Exception):
     """Two accesses to the same memory, one of them a write, that CUDA does not order."""
 
 
-@dataclass
+@dataclass(slots=True)
 class Access:
     """The last access of one kind by one stream to a range of bytes."""
 
@@ -48,7 +48,7 @@ class Access:
     what: str
 
 
-@dataclass
+@dataclass(slots=True)
 class Memory:
     """One tensor's storage."""
 
@@ -61,6 +61,8 @@ class Memory:
     pooled: bool = False
     """See `Simulator.in_pool`."""
     accesses: list[Access] = field(default_factory=list)
+    watched: Any = None
+    """A weak reference to the storage, which says when it is freed."""
 
 
 class SimulatedStream:
@@ -219,10 +221,10 @@ class Simulator:
             stream.synchronize()
 
     def __enter__(self) -> Simulator:
-        from simulated_operations import Calls, Operations  # which know this module
+        from simulated_operations import HostReads, Operations  # which know this module
 
         self._open = True
-        self._modes = [Calls(self), Operations(self)]
+        self._modes = [HostReads(self), Operations(self)]
         for mode in self._modes:
             mode.__enter__()
         return self
@@ -249,7 +251,7 @@ class Simulator:
             if not pinned:
                 self._take(found.size, found.pooled)  # what is refused is not there, whoever may have the tensor
             self._memories[key] = found
-            weakref.finalize(storage, self._freed, key)
+            found.watched = weakref.ref(storage, lambda _: self._freed(key))
         return found
 
     def forget(self, address: int) -> None:
@@ -260,9 +262,8 @@ class Simulator:
                 memory.host = memory.pinned = True
                 memory.accesses.clear()
 
-    def place(self, tensors: list[Tensor]) -> list[bool | None]:
+    def place(self, memories: list[Memory]) -> list[bool | None]:
         """Which of them are the host's; those that may be anywhere are where the others are."""
-        memories = [self.memory(x) for x in tensors]
         placed = {memory.host for memory in memories if memory.host is not None}
         if len(placed) == 1:
             for memory in memories:
@@ -337,7 +338,7 @@ class Simulator:
         self._take(-size, self._in_pool)
 
     def _is_locked(self, address: int) -> bool:
-        return any(start <= address < start + size for start, size in self.locked.items())
+        return bool(self.locked) and any(start <= address < start + size for start, size in self.locked.items())
 
     def _freed(self, key: int) -> None:
         memory = self._memories.pop(key, None)
@@ -345,38 +346,45 @@ class Simulator:
             self._take(-memory.size, memory.pooled)
         if memory is None or not self._open or (memory.host and not memory.pinned):
             return
+        others = [one for one in memory.accesses if memory.pinned or one.stream not in (HOST, memory.allocated_on)]
+        if not others:
+            return
         owner = self.host if memory.pinned else _join(dict(self.streams[memory.allocated_on].clock), self.host)
-        for access in memory.accesses:
-            if access.stream in (HOST, memory.allocated_on) and not memory.pinned:
-                continue
+        for access in others:
             if owner.get(access.stream, 0) < access.time:
                 self.races.append(f"memory is freed while stream {access.stream} may still run {access.what}")
 
-    def access(self, tensor: Tensor, stream: int, clock: Clock, writes: bool, what: str) -> None:
-        """Notes an access at `clock[stream]` and checks it against those before."""
+    def access(
+        self, tensor: Tensor, stream: int, clock: Clock, writes: bool, what: str, memory: Memory | None = None
+    ) -> None:
+        """Notes an access at `clock[stream]` and checks it against those before.
+
+        Args: `memory` is the tensor's, where it has been looked up.
+        """
         extent = tensor.numel()
         if not extent:
             return
         self.operations += 1
-        memory = self.memory(tensor)
+        memory = memory or self.memory(tensor)
         size = tensor.element_size()
         start = int(tensor.storage_offset()) * size
         if not tensor.is_contiguous():
             extent = 1 + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
         stop = start + int(extent) * size
-        time = clock[stream]
         kept = []
         for old in memory.accesses:
-            overlaps = old.start < stop and start < old.stop
-            if overlaps and (writes or old.writes) and clock.get(old.stream, 0) < old.time:
+            if old.stream == stream:  # in order; what the new access covers need not be known any longer
+                if start <= old.start and old.stop <= stop and (writes or not old.writes):
+                    continue
+            elif (
+                (writes or old.writes) and old.start < stop and start < old.stop and clock.get(old.stream, 0) < old.time
+            ):
                 raise Race(
                     f"{_name(stream)} {'writes' if writes else 'reads'} ({what}) what {_name(old.stream)} "
                     f"{'writes' if old.writes else 'reads'} ({old.what}), and nothing puts one behind the other"
                 )
-            covered = old.stream == stream and start <= old.start and old.stop <= stop and (writes or not old.writes)
-            if not covered:
-                kept.append(old)
-        kept.append(Access(start, stop, stream, time, writes, what))
+            kept.append(old)
+        kept.append(Access(start, stop, stream, clock[stream], writes, what))
         memory.accesses = kept
 
     def tick(self, stream: SimulatedStream) -> Clock:

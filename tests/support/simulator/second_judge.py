@@ -40,12 +40,14 @@ class JudgedSimulator(Simulator):
         super().synchronize()
         self.handler._handle_device_synchronization()
 
-    def access(self, tensor: Tensor, stream: int, clock: Clock, writes: bool, what: str) -> None:
+    def access(
+        self, tensor: Tensor, stream: int, clock: Clock, writes: bool, what: str, memory: Memory | None = None
+    ) -> None:
         if stream == HOST or not tensor.numel():
             return
         self.operations += 1
         begin = tensor.data_ptr()
-        self._begins.setdefault(self.memory(tensor).address, set()).add(begin)
+        self._begins.setdefault((memory or self.memory(tensor)).address, set()).add(begin)
         written = {begin} if writes else set[int]()
         found = self.handler._handle_kernel_launch(stream, {begin} - written, written, set(), what, {begin: []})
         self.reports += map(str, found)

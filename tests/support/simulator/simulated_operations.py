@@ -2,65 +2,88 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import functools
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from cuda_simulator import HOST, Race, Simulator
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-
-_HOST_READS = {"cpu", "item", "tolist", "numpy", "__bool__", "__int__", "__float__", "__index__"}
-"""Calls that read numbers on the host and, on CUDA, wait for the current stream before."""
-
 
 _SORTING = 32
 """Bytes for each float32 number that CUDA takes beside the result to sort several rows together: pairs of row and
 place, twice, and of sorted pairs the keys and buffers (aten/src/ATen/native/cuda/SortStable.cu of PyTorch)."""
 
 
-class Calls(TorchFunctionMode):
-    """Calls that bring numbers to the host without an operation that could be seen."""
+class HostReads:
+    """Tells the simulator which numbers the host reads: some methods of tensors bring them there without an operation
+    that could be seen. Here these methods are replaced. A `TorchFunctionMode` would see every call to find these few."""
+
+    NAMES = ("cpu", "item", "tolist", "numpy", "__bool__", "__int__", "__float__", "__index__")
+    """Methods that, on CUDA, wait for the current stream before."""
 
     def __init__(self, simulator: Simulator) -> None:
-        super().__init__()
-        self._simulator = simulator
+        self._simulator, self._depth = simulator, 0
+        self._replaced = [patch.object(Tensor, name, self._reading(getattr(Tensor, name))) for name in self.NAMES]
+        self._replaced.append(patch.object(Tensor, "to", self._converting(Tensor.to)))
 
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        name = getattr(func, "__name__", "")
-        if name == "to" and isinstance(args[1], torch.dtype) and self._simulator.memory(args[0]).host:
-            return self._converted(args[0], args[1])
-        if name not in _HOST_READS:
-            return func(*args, **kwargs)
-        simulator, tensor = self._simulator, args[0]
-        simulator.check_freed()
-        if simulator.memory(tensor).host:
-            simulator.access(tensor, HOST, simulator.tick_host(), False, name)
-            return func(*args, **kwargs)
-        stream = simulator.current
-        simulator.access(tensor, stream.number, simulator.tick(stream), False, name)
-        stream.synchronize()
-        if name != "cpu":
-            with torch._C.DisableTorchFunction():
-                return func(*args, **kwargs)
-        with simulator_off(simulator):
-            copy = tensor.clone()
-        simulator.put(simulator.memory(copy), True)
-        return copy
+    def __enter__(self) -> HostReads:
+        self._depth = torch._C._len_torch_dispatch_stack()
+        for one in self._replaced:
+            one.start()
+        return self
 
-    def _converted(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    def __exit__(self, *_: object) -> None:
+        for one in reversed(self._replaced):
+            one.stop()
+
+    def _is_seen(self) -> bool:
+        """Whether `Operations`, which is entered next, sees what this thread does: not within an operation, nor where
+        the simulation is off."""
+        return torch._C._len_torch_dispatch_stack() > self._depth
+
+    def _reading(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(method)
+        def read(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+            if not self._is_seen():
+                return method(tensor, *args, **kwargs)
+            simulator, name = self._simulator, method.__name__
+            simulator.check_freed()
+            if simulator.memory(tensor).host:
+                simulator.access(tensor, HOST, simulator.tick_host(), False, name)
+                return method(tensor, *args, **kwargs)
+            stream = simulator.current
+            simulator.access(tensor, stream.number, simulator.tick(stream), False, name)
+            stream.synchronize()
+            if name != "cpu":
+                return method(tensor, *args, **kwargs)
+            with simulator_off(simulator):
+                copy = tensor.clone()
+            simulator.put(simulator.memory(copy), True)
+            return copy
+
+        return read
+
+    def _converting(self, method: Callable[..., Any]) -> Callable[..., Any]:
         """Numbers of the host in another format: in inference mode a copy, which would be taken for one to a device."""
-        simulator = self._simulator
-        simulator.access(tensor, HOST, simulator.tick_host(), False, "to")
-        with simulator_off(simulator):
-            result = tensor.to(dtype)
-        simulator.put(simulator.memory(result), True)
-        return result
+
+        @functools.wraps(method)
+        def to(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+            simulator = self._simulator
+            is_dtype = bool(args) and isinstance(args[0], torch.dtype)
+            if not is_dtype or not self._is_seen() or not simulator.memory(tensor).host:
+                return method(tensor, *args, **kwargs)
+            simulator.access(tensor, HOST, simulator.tick_host(), False, "to")
+            with simulator_off(simulator):
+                result = method(tensor, args[0])
+            simulator.put(simulator.memory(result), True)
+            return result
+
+        return to
 
 
 @contextmanager
@@ -68,7 +91,7 @@ def simulator_off(simulator: Simulator) -> Iterator[None]:
     """Operations within are none of the simulation."""
     from torch.utils._python_dispatch import _disable_current_modes
 
-    with torch._C.DisableTorchFunction(), _disable_current_modes():
+    with _disable_current_modes():
         yield
 
 
@@ -87,38 +110,43 @@ class Operations(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         kind = _kind(func)
-        result = func(*args, **kwargs) if kind.only_views else None
-        given = [*_tensors(args), *_tensors(kwargs.values())]
-        known = {x.untyped_storage()._cdata for x in given}
-        if kind.only_views and all(x.untyped_storage()._cdata in known for x in _tensors([result])):
-            return result  # else it is a copy: in inference mode `to` and others come here that give either
+        given = _tensors(args)
+        if kwargs:
+            given += _tensors(kwargs.values())
         simulator = self._simulator
+        result = known = None
+        if kind.only_views:
+            result = func(*args, **kwargs)
+            known = {x.untyped_storage()._cdata for x in given}
+            if all(x.untyped_storage()._cdata in known for x in _tensors((result,))):
+                return result  # else it is a copy: in inference mode `to` and others come here that give either
         simulator.check_freed()
         simulator.wander()
         if kind.copies:
             return self._copy(func, args, kwargs)
-        hosts = simulator.place(given)
+        memories = [simulator.memory(x) for x in given]
+        hosts = simulator.place(memories)
         on_host = bool(hosts) and all(hosts)
-        if any(hosts) and not on_host and not all(x.dim() == 0 for x, host in zip(given, hosts, strict=True) if host):
+        if not on_host and any(hosts) and not all(x.dim() == 0 for x, host in zip(given, hosts, strict=True) if host):
             raise Race(f"{func} mixes memory of host and device")
         written = {
-            id(x) for i, name in kind.writes for x in _tensors([kwargs.get(name, args[i] if i < len(args) else None)])
+            id(x) for i, name in kind.writes for x in _tensors((kwargs.get(name, args[i] if i < len(args) else None),))
         }
         stream = HOST if on_host else simulator.current.number
         clock = simulator.tick_host() if on_host else simulator.tick(simulator.current)
-        for x in given:
-            simulator.access(x, stream, clock, id(x) in written, kind.name)
+        for x, memory in zip(given, memories, strict=True):
+            simulator.access(x, stream, clock, id(x) in written, kind.name, memory)
         if not kind.only_views:
             result = func(*args, **kwargs)
-        for x in _tensors([result]):
-            if x.untyped_storage()._cdata not in known:
-                made = simulator.memory(x)
+        for x in _tensors((result,)):
+            made = simulator.memory(x)
+            if not any(made is memory for memory in memories):
                 if not made.pinned and any(host is not None for host in hosts):
                     simulator.put(made, on_host)
                 elif not made.pinned:
                     made.host = None
                 if not kind.leaves_unwritten:
-                    simulator.access(x, stream, clock, True, kind.name)
+                    simulator.access(x, stream, clock, True, kind.name, made)
         if kind.name == "sort" and not on_host:
             simulator.borrow(_SORTING * given[0].numel())
         if kind.name == "_local_scalar_dense" and not on_host:
@@ -186,21 +214,30 @@ class _Kind:
     """Place and name of the arguments it writes to."""
 
 
-@cache
+_KINDS: dict[int, _Kind] = {}
+"""By the address of an operation, which PyTorch keeps: its own hash takes longer than all the rest."""
+
+
 def _kind(func: Any) -> _Kind:
-    schema, name = func._schema, func._overloadpacket.__name__
-    return _Kind(
-        name,
-        copies=name == "copy_",
-        only_views=bool(schema.returns) and all(r.alias_info and not r.alias_info.is_write for r in schema.returns),
-        leaves_unwritten=name in {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided"},
-        writes=tuple((i, a.name) for i, a in enumerate(schema.arguments) if a.alias_info and a.alias_info.is_write),
-    )
+    found = _KINDS.get(id(func))
+    if found is None:
+        schema, name = func._schema, func._overloadpacket.__name__
+        found = _KINDS[id(func)] = _Kind(
+            name,
+            copies=name == "copy_",
+            only_views=bool(schema.returns) and all(r.alias_info and not r.alias_info.is_write for r in schema.returns),
+            leaves_unwritten=name in {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided"},
+            writes=tuple((i, a.name) for i, a in enumerate(schema.arguments) if a.alias_info and a.alias_info.is_write),
+        )
+    return found
 
 
-def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
+def _tensors(values: Iterable[Any]) -> list[Tensor]:
+    """Those among them, and in lists among them."""
+    found: list[Tensor] = []
     for value in values:
         if isinstance(value, Tensor):
-            yield value
+            found.append(value)
         elif isinstance(value, (list, tuple)):
-            yield from _tensors(value)
+            found += _tensors(value)
+    return found
