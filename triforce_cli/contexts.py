@@ -62,7 +62,7 @@ def show(options: NameOptions, call: Call) -> None:
 
 
 def verify(options: NameOptions, call: Call) -> None:
-    """Checks every checksum of a saved context; exits 1 where one is wrong."""
+    """Checks every checksum of a saved context; exits 1 if one is wrong."""
     with JsonFile.prepare(options.json) as json_file:
         damaged = []
         with call.signals.interruptible():
@@ -79,7 +79,7 @@ def verify(options: NameOptions, call: Call) -> None:
 
 
 def remove(options: NameOptions, call: Call) -> None:
-    """Removes a saved context. What it shares with others stays theirs."""
+    """Removes a saved context. Files that it shares with other contexts are kept."""
     with JsonFile.prepare(options.json) as json_file:
         _user_store().remove(options.name)
         json_file.write({"removed": [options.name]})
@@ -87,7 +87,7 @@ def remove(options: NameOptions, call: Call) -> None:
 
 
 def prune(options: PruneOptions, call: Call) -> None:
-    """Removes contexts, the one used longest ago first, until all others take no more than --keep."""
+    """Removes contexts, the least recently used first, until the others take no more than --keep."""
     with JsonFile.prepare(options.json) as json_file:
         store = _user_store()
         removed = store.prune(options.keep)
@@ -211,7 +211,7 @@ app = typer.Typer(
     cls=_ListByDefault,
     rich_markup_mode="rich",
     no_args_is_help=False,
-    help="Lists, shows, checks and removes saved contexts (texts that [bold]triforce read[/] has read).",
+    help="Lists, shows, checks and removes saved contexts (KV caches on disk; [bold]triforce read[/] saves one).",
 )
 app.command("list")(command(ReportOptions, list_contexts))
 app.command("show")(command(NameOptions, show))

@@ -78,7 +78,7 @@ class Findings:
 
 
 def doctor(options: ReportOptions, call: Call) -> None:
-    """Says what this machine has (versions, processor, GPUs, memory), what is missing, and the command that adds it.
+    """Reports what this machine has (versions, processor, GPUs, memory), what is missing, and how to add it.
 
     Exits 1 if something that [cyan]triforce generate[/] needs is broken.
     """

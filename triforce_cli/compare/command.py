@@ -41,10 +41,10 @@ EPILOG = """[bold]Examples[/]
   A book, in float32, where greedy texts must be the same:
   [cyan]triforce compare --prompt-file book.txt --dtype float32 --baseline transformers[/]
 
-  The first 8,192 tokens of it, with every run in a file:
+  The first 8,192 tokens of a book, with every run in a file:
   [cyan]triforce compare --prompt-file book.txt --prompt-tokens 8192 --json runs.json[/]
 
-  Eight questions about it, answered together:
+  Eight questions about a book, answered together:
   [cyan]triforce compare --prompt-file book.txt --batch 8 --baseline transformers --baseline transformers-prefix[/]
 """
 
@@ -62,7 +62,7 @@ class CompareOptions(MeasuringOptions):
         typer.Option(
             metavar="NAME",
             help=f"System to compare with; may be repeated: {', '.join(BASELINES)}. "
-            f"Default: {' and '.join(DEFAULT_BASELINES)}, which are always there.",
+            f"Default: {' and '.join(DEFAULT_BASELINES)}, which are always installed.",
             autocompletion=words(*BASELINES),
             show_default=False,
             rich_help_panel=MEASURING,
@@ -75,8 +75,9 @@ class CompareOptions(MeasuringOptions):
         option(
             MEASURING,
             whole(1),
-            "Sequences to decode together: one text, and for each sequence a question of its own about it (32 tokens "
-            "from another place). Compares the tokens per second of all. transformers-prefix is for this only.",
+            "Number of sequences to decode together. All have the same text; each has its own question (32 tokens from "
+            "a different place of the text). Compares the tokens per second of all together. transformers-prefix needs "
+            "this option.",
         ),
     ] = None
     time_limit: Annotated[
@@ -84,8 +85,8 @@ class CompareOptions(MeasuringOptions):
         option(
             MEASURING,
             MINUTES,
-            "Minutes that one system may take to load, warm up and run once; after that it is stopped, and its row "
-            "says so.",
+            "Maximum number of minutes for one system to load, warm up and run once. A system that takes longer is "
+            "stopped, and its row says so.",
         ),
     ] = 60
     audit: Annotated[
@@ -110,8 +111,8 @@ class CompareOptions(MeasuringOptions):
             "temperature": option(
                 SAMPLING,
                 real("T"),
-                "Softmax temperature; 0 is greedy. Other systems' texts can be compared when greedy, this engine's own "
-                "with --seed too.",
+                "Softmax temperature; 0 is greedy decoding. Texts of other systems can be compared only if greedy, "
+                "texts of this engine with --seed too.",
             )
         },
     ] = Sampling(temperature=0.0)  # noqa: RUF009 - frozen
@@ -121,10 +122,10 @@ class CompareOptions(MeasuringOptions):
 
 
 def compare(options: CompareOptions, call: Call) -> None:
-    """Measures this engine and others with the same weights, the same prompt and the same sampling.
+    """Measures this engine and other systems with the same weights, the same prompt and the same sampling.
 
-    Each run is a process of its own, with one warm-up, in an order that rotates; one system is in memory at a time.
-    [bold]Ctrl-C[/] stops; what was measured by then is shown. Exits 1 if there is nothing to compare.
+    Each run is a process of its own, with one warm-up. The order of the systems rotates. Only one is in memory.
+    [bold]Ctrl-C[/] stops; the results so far are shown. Exits 1 if there is nothing to compare.
     """
     from ..session.source import read_ask
 
