@@ -293,8 +293,8 @@ SETTINGS_OPTIONS = {
     "tiers": option(
         SPECULATION,
         choice("1", "2", "3"),
-        "3: a small model drafts, the model tests these tokens on its retrieval cache, and verifies the accepted ones on "
-        "its full cache. 2: no small model; the model drafts on its retrieval cache. 1: plain decoding on the full "
+        "3: a small model drafts; the model tests these tokens on its retrieval cache, then verifies the accepted ones "
+        "on its full cache. 2: no small model; the model drafts on its retrieval cache. 1: plain decoding on the full "
         "cache.",
     ),
 }
