@@ -156,7 +156,7 @@ def show_list(described: list[dict[str, Any]], store: ContextStore, console: Con
     print_table(console, _COLUMNS, described)
     quota = f" of {gib(store.most_bytes)} (TRIFORCE_CONTEXTS_MAX)" if store.most_bytes is not None else ""
     total = f"{gib(store.disk_bytes())}{quota} in {store.root}, {gib(store.free_bytes())} free"
-    print_lines(console, ["", f"{total}; what several share counts once"])
+    print_lines(console, ["", f"{total}; files that several contexts share count once"])
 
 
 def _column(title: str, cell: Callable[[dict[str, Any]], str], left: bool = False, damaged: str = "-") -> Column:
@@ -181,7 +181,7 @@ def _show_one(one: dict[str, Any], store: ContextStore) -> None:
     from rich.console import Console
 
     unfinished = "" if one["complete"] else f" of {one['planned_tokens']:,}; triforce read goes on from there"
-    place = "a user's message, which a question ends" if one["chat"] else "as it is"
+    place = "the beginning of a user's message, which a question completes" if one["chat"] else "the text alone"
     place = "a conversation, which a question continues" if one["conversation"] else place
     packed = f"{one['packed_segments']} of them packed" if one["packed_segments"] else "none packed"
     lines = [

@@ -171,7 +171,7 @@ def _read(options: ReadOptions, name: str, text: str, directory: Path, json_file
             print_note(warning)
     json_file.write(describe(contexts.store, name) | {"read_tokens": missing, "read_s": seconds})
     done = f"read {missing:,} tokens in {seconds:.1f} s" if missing else "nothing to read: all of it was saved already"
-    print_note(f"{done}; ask it with: triforce generate --context '{name}'{_model_options(options)} --ask TEXT")
+    print_note(f"{done}; ask about it with: triforce generate --context '{name}'{_model_options(options)} --ask TEXT")
     engine.finish()
     engine.close()
 

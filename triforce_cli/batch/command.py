@@ -63,6 +63,6 @@ def _check_options(options: BatchOptions) -> None:
 
         user_store().directory(options.context)
     if options.output == Path("-"):
-        raise UsageError("--output is -, but answers that are on a file need not be computed again; give a file")
+        raise UsageError("--output is -, but the next run reads finished answers from this file; give a file")
     if options.output.exists() and options.requests.exists() and options.output.samefile(options.requests):
         raise UsageError(f"--output {options.output} is the file of requests; give another one")

@@ -160,13 +160,14 @@ def _check_runs(options: BenchOptions) -> None:
         check_sequences(options.batch[-1])
     if options.batch and options.contexts and options.contexts[0] <= options.max_new_tokens + QUESTION_TOKENS:
         raise UsageError(
-            f"--contexts has {options.contexts[0]:,}, prompt and answer together, which has no room for a question of "
-            f"{QUESTION_TOKENS} tokens and --max-new-tokens {options.max_new_tokens:,}; raise one or lower the other"
+            f"--contexts has {options.contexts[0]:,} (prompt and answer together), which has no room for a question of "
+            f"{QUESTION_TOKENS} tokens and --max-new-tokens {options.max_new_tokens:,}; raise --contexts, or lower "
+            "--max-new-tokens"
         )
     if options.contexts and options.contexts[0] <= options.max_new_tokens:
         raise UsageError(
-            f"--contexts has {options.contexts[0]:,}, prompt and answer together, but --max-new-tokens is "
-            f"{options.max_new_tokens:,}; raise the one or lower the other"
+            f"--contexts has {options.contexts[0]:,} (prompt and answer together), but --max-new-tokens is "
+            f"{options.max_new_tokens:,}; raise --contexts, or lower --max-new-tokens"
         )
 
 
@@ -177,11 +178,11 @@ def _check_shape(options: BenchOptions) -> None:
     unused = next((name for name in changed(options) if name in _OPTIONS_OF_RUNS), None)
     if unused:
         raise UsageError(
-            f"--{unused.replace('_', '-')} and --shape are both given; a shape has random weights and writes no text, "
-            "only its steps are timed: leave one out"
+            f"--{unused.replace('_', '-')} and --shape are both given, but --shape only times steps with random "
+            "weights, and writes no text; leave one out"
         )
     if {2, 3} <= set(options.tiers):
-        raise UsageError("--tiers has 2 and 3, but --shape measures the steps of one of them, beside 1; give one")
+        raise UsageError("--tiers has 2 and 3, but --shape measures only one of them, beside 1; give one of them")
     if options.gpus > 1:
         raise UsageError(f"--gpus is {options.gpus}, but --shape measures one device; leave it out")
     check_single_process("--shape measures one device")
@@ -193,7 +194,7 @@ def _check_plot(path: Path) -> None:
     TriforceError: matplotlib is not installed.
     """
     if path.suffix.lower() not in PICTURES:
-        raise UsageError(f"--plot is {str(path)!r}; its name ends with {', '.join(PICTURES)}")
+        raise UsageError(f"--plot is {str(path)!r}; the name must end with one of {', '.join(PICTURES)}")
     if find_spec("matplotlib") is None:
         raise TriforceError("--plot needs matplotlib, which is not installed: pip install 'triforce-cli[plot]'")
 
@@ -334,7 +335,7 @@ def _contexts(options: BenchOptions, config: ModelConfig, new_tokens: int) -> tu
         if not fitting:
             raise UsageError(
                 f"{config.name} has {config.max_position_embeddings:,} positions{config.positions_note} and "
-                f"--max-new-tokens is {new_tokens:,}; say with --contexts what to measure"
+                f"--max-new-tokens is {new_tokens:,}; give the lengths to measure with --contexts"
             )
         return fitting
     if options.contexts[-1] > config.max_position_embeddings:
@@ -349,5 +350,5 @@ def _tiers(options: BenchOptions, engine: Engine) -> tuple[int, ...]:
     """The numbers of tiers to measure, ascending: at most two without a draft."""
     if engine.draft is not None or engine.settings.lookup or options.tiers[-1] < 3:
         return options.tiers
-    print_note("there is no draft: two tiers take the place of three (--draft D gives one)")
+    print_note("there is no draft model, so two tiers are measured instead of three (--draft D names one)")
     return tuple(sorted({min(count, 2) for count in options.tiers}))

@@ -59,7 +59,9 @@ def _check_options(options: ChatOptions) -> None:
 
         user_store().directory(options.context)
         if options.prompt_file is not None:
-            raise UsageError("--context and --prompt-file are both given, but one text starts a conversation; give one")
+            raise UsageError(
+                "--context and --prompt-file are both given, but a conversation starts with only one text; give one"
+            )
         if options.system is not None:
             raise UsageError(
                 "--context and --system are both given, but the system message is part of a saved context; give it to "

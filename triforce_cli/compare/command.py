@@ -134,11 +134,11 @@ def compare(options: CompareOptions, call: Call) -> None:
     others = [entry.name for entry in chosen if entry.module != TRIFORCE.module]
     if options.settings.rope_scaling and others:
         raise UsageError(
-            f"--rope-scaling changes the model, and {others[0]} is not given it; compare with "
+            f"--rope-scaling changes the model, but {others[0]} does not get this option; compare with "
             "--baseline autoregressive alone"
         )
     if options.audit and not options.sampling.greedy and options.sampling.seed is None:
-        raise UsageError("--audit computes the tokens again, which needs --seed where --temperature is above 0")
+        raise UsageError("--audit computes the tokens again, so it needs --seed if --temperature is above 0")
     check_single_process("compare runs every system in one process")
     options = replace(options, ask=read_ask(options.ask, print_note))
     if all(entry.missing() for entry in chosen):
@@ -167,13 +167,15 @@ def _check_batch(options: CompareOptions, chosen: list[Entry]) -> None:
     if options.batch is None:
         for entry in chosen:
             if entry.batch_only:
-                raise UsageError(f"--baseline {entry.name} is for sequences that begin alike; give --batch N too")
+                raise UsageError(
+                    f"--baseline {entry.name} is for sequences with the same beginning; give --batch N too"
+                )
         return
     check_sequences(options.batch)
     if options.ask is not None:
         raise UsageError("--ask and --batch are both given, but --batch gives each sequence its own question; give one")
     if options.audit:
-        raise UsageError("--audit and --batch are both given, but one answer alone can be audited; leave one out")
+        raise UsageError("--audit and --batch are both given, but only a single answer can be audited; leave one out")
 
 
 def _measure(
@@ -230,7 +232,7 @@ def _job(options: CompareOptions, subject: Subject, folder: str) -> Job:
     if options.batch is not None:
         if len(token_ids) <= 2 * QUESTION_TOKENS:
             raise UsageError(
-                f"--batch ends the prompt with a question of {QUESTION_TOKENS} tokens about it, but it has "
+                f"--batch ends the prompt with a question of {QUESTION_TOKENS} tokens, but the whole prompt has only "
                 f"{len(token_ids):,} tokens; give a longer one"
             )
         token_ids = token_ids[:-QUESTION_TOKENS]
@@ -267,7 +269,7 @@ def _token_ids(options: CompareOptions, subject: Subject) -> list[int]:
     if wanted is None:
         return list(build_prompt(source, options.ask, tokenizer, config, new, options.truncate).token_ids)
     if options.ask is not None:
-        raise UsageError("--ask and --prompt-tokens are both given, but the question stands at the end; give one")
+        raise UsageError("--ask and --prompt-tokens are both given, but --prompt-tokens drops the end; give one")
     check_context(config, wanted, new)
     prompt = long_prompt(source, tokenizer, config, wanted)
     if prompt.text_tokens < wanted:

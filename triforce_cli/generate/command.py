@@ -81,9 +81,9 @@ def _check_options(options: GenerateOptions) -> None:
     from_stdin = [name for name, path in files.items() if str(path) == "-"]
     if len(from_stdin) > 1:
         names = " and ".join(from_stdin[:2])
-        raise UsageError(f"{names} are both -, but there is one standard input; give a file")
+        raise UsageError(f"{names} are both -, but there is only one standard input; give a file for one of them")
     if options.ignore_eos and any((options.json_schema, options.regex, options.grammar)):
-        raise UsageError("--ignore-eos is given, but an answer in a form ends where that does; leave it out")
+        raise UsageError("--ignore-eos is given, but an answer in a form ends when the form is complete; leave it out")
     for name in (options.context, options.save_context):
         if name is not None:
             from ...offload.contexts.home import user_store

@@ -226,7 +226,7 @@ def _check_measured(options: PlanOptions) -> None:
     """
     for name, given in (("--gpu", options.gpu), ("--memory-gbps", options.memory_gbps)):
         if given is not None:
-            raise UsageError(f"{name} and --measured are both given; the hardware is what was measured: give one")
+            raise UsageError(f"{name} and --measured are both given, but --measured describes the hardware; give one")
 
 
 def _card(name: str | None) -> Card:
