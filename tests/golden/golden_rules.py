@@ -46,8 +46,8 @@ RULES = (
     Rule("waiting", rf"computation waited {_NUMBER} s", "computation waited <seconds>"),
     Rule(
         "answers together",
-        rf"^(together +){_NUMBER} tokens/s over (\d+) rounds of {_NUMBER} ms; reading took {_NUMBER} s",
-        r"\1<rate> over \2 rounds of <ms>; reading took <seconds>",
+        rf"^(together +){_NUMBER} tokens/s over (\d+) rounds of {_NUMBER} ms; prefill took {_NUMBER} s",
+        r"\1<rate> over \2 rounds of <ms>; prefill took <seconds>",
     ),
     Rule(
         "times in the table of answers, and how wide they make it",

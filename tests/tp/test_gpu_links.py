@@ -133,7 +133,7 @@ def test_an_idle_cards_generation_is_no_fault(tmp_path):
     idle = look(tmp_path / "idle", fails, slow)
     assert idle.cuda[0]["link"] is None
     assert idle.missing == ["the link to CUDA device 0 could not be measured: no memory is locked"]
-    assert "PCIe 1.0 x16 of 4.0 x16 now (a card that has nothing to do lowers the generation)" in describe(idle)
+    assert "PCIe 1.0 x16 of 4.0 x16 now (an idle card lowers its generation)" in describe(idle)
     busy = look(tmp_path / "busy", lambda index: {"in": 3e9, "out": 3e9}, slow)
     assert [entry.split(":")[0] for entry in busy.missing] == ["CUDA device 0 runs at PCIe 1.0 x16 of 4.0 x16"]
 

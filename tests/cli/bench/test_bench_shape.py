@@ -111,7 +111,7 @@ def test_requests_that_a_shape_cannot_meet_are_refused(shape, tmp_path, monkeypa
 
     check_refusal(refused("--model", "embedded", prompt="A"), 2, "--prompt and --shape")
     check_refusal(refused(model="elsewhere"), 2, "--model and --shape")
-    check_refusal(refused(repeat=5), 2, "--repeat and --shape", "only its steps")
+    check_refusal(refused(repeat=5), 2, "--repeat and --shape", "only times steps")
     check_refusal(refused(new_tokens=64), 2, "--max-new-tokens and --shape")
     check_refusal(refused(tiers="1,2,3"), 2, "--tiers has 2 and 3")
     check_refusal(refused(gpus=2), 2, "--gpus is 2", "one device")

@@ -153,7 +153,7 @@ def test_a_key_or_no_auth_answers_other_users(serving):
         assert "--no-auth" not in server.log
     with serving(no_auth=True) as server:
         assert said_to(NOBODY, lambda: statuses(server), "/").strip() == str(ALL)
-        assert "--no-auth: anybody who can reach it is answered" in server.log
+        assert "--no-auth: everyone who can reach this server is answered" in server.log
 
 
 @pytest.fixture
