@@ -116,7 +116,7 @@ def test_doctor_says_what_a_second_card_lacks(tmp_path, monkeypatch):
     text = describe(found)
     assert (
         "  left free on 0  CUDA's context 0.50 GiB, cuBLAS 128.0 MiB, NCCL 160.0 MiB, fragmentation 0.50 GiB, captured "
-        "passes (as triforce plan says)\n" in text
+        "passes (see triforce plan)\n" in text
     )
     assert "  link of 0       PCIe 4.0 x16 of 4.0 x16; measured 25.0 GB/s to the GPU, 26.0 GB/s back\n" in text
     assert "  link of 1       PCIe 4.0 x4 of 4.0 x16, below x16; measured 6.2 GB/s to the GPU" in text

@@ -61,7 +61,7 @@ def test_a_shapes_steps_are_measured_and_what_is_derived_is_called_modelled(shap
         assert three["acceptance"]["tokens_per_round"] == pytest.approx(round_tokens)
         read = bytes_of_a_pass(pair[0], at["context"])
         assert at["floor"]["read_bytes"] == pytest.approx(read, rel=0.01), "one row more than the context"
-    assert outcome.out.count(" modelled ") >= 2 and "assumed, 0.8" in outcome.out
+    assert outcome.out.count(" modelled ") >= 2 and "an assumed acceptance rate: 0.8 for" in outcome.out
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 

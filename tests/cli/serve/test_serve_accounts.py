@@ -207,9 +207,9 @@ def test_places_that_a_unix_socket_cannot_have_are_refused(capfd, place, pair):
     (place / "file").write_text("mine")
     (place / "link").symlink_to(place / "file")
     for name, words in (
-        ("file", "is no socket"),
-        ("link", "is no socket"),
-        ("", "is no socket"),
+        ("file", "is not a socket"),
+        ("link", "is not a socket"),
+        ("", "is not a socket"),
         ("missing/socket", "No such file"),
         ("x" * 120, "too long"),
     ):
