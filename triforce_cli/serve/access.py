@@ -86,7 +86,9 @@ class Access:
             )  # fmt: skip
         origin = headers.get("origin")
         if origin is not None and origin.lower().partition("://")[2] != host:
-            return BodyError("requests from a web page of another origin are refused", code="foreign_origin", status=403)
+            return BodyError(
+                "requests from a web page of another origin are refused", code="foreign_origin", status=403
+            )
         if path in WITHOUT_KEY:
             return None
         if self.own_user:
