@@ -28,7 +28,7 @@ class Rule:
 PACKAGE = Rule("where the package is", r"/\S*/embedded/(target|draft)\b", r"<package>/embedded/\1")
 
 RULES = (
-    Rule("lines of progress come by the clock", r"^reading [\d,]+ tokens: .* left\n", ""),
+    Rule("lines of progress come by the clock", r"^prefill of [\d,]+ tokens: .* left\n", ""),
     Rule("the device's name", r"\b((?:float32|bfloat16|float16) on (?:\d ranks, each on )?)[^,;\n]+", r"\1<device>"),
     Rule("memory that is free now", rf"{_BYTES} available", "<bytes> available"),
     Rule("room on the disk", rf"{_BYTES} free", "<bytes> free"),
