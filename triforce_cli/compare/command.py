@@ -124,7 +124,8 @@ class CompareOptions(MeasuringOptions):
 def compare(options: CompareOptions, call: Call) -> None:
     """Measures this engine and other systems with the same weights, the same prompt and the same sampling.
 
-    Each run is a process of its own, with one warm-up. The order of the systems rotates. Only one is in memory.
+    Each run is a process of its own, with one warm-up.
+    The order of the systems rotates. Only one system is in memory at a time.
     [bold]Ctrl-C[/] stops; the results so far are shown. Exits 1 if there is nothing to compare.
     """
     from ..session.source import read_ask
