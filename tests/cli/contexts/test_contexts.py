@@ -292,7 +292,7 @@ def test_an_interrupted_reading_answers_nothing_and_goes_on(triforce, tmp_path):
         outcome = run.finish()
     assert outcome.code == 130 and outcome.err.endswith("interrupted\n"), outcome
     refused = triforce("generate", "--context", "long", "--model", model, "--dtype", "float32", expect=1).err
-    assert "is not complete: " in refused and "triforce read goes on with it" in refused
+    assert "is not complete: " in refused and "triforce read completes it" in refused
     (listed,) = json.loads(triforce("contexts", "--json", "-").out)
     assert not listed["complete"] and listed["tokens"] > 10_000
 
