@@ -78,7 +78,6 @@ class RandomWeights:
         return torch.randint(limits.min, limits.max, shape, dtype=dtype, device=where)
 
     def check_all_read(self) -> None:
-        """Does nothing: there are no tensors that could be left unread."""
         pass
 
 
@@ -205,7 +204,7 @@ class ShapeSteps:
         )  # fmt: skip
 
     def _length(self, passes: Passes, drafted: list[float], rate: float, planned: DraftTokens) -> int:
-        """The number of tokens to draft for a pass. Drafting a token takes `drafted` seconds, measured several times."""
+        """The number of tokens to draft for a pass. `drafted` has measured seconds of drafting a token."""
         if not drafted:
             return 0
         if planned.fixed is not None:

@@ -67,7 +67,7 @@ class Statistics:
         return replace(self, token_ids=[*self.token_ids, token], prefill_s=seconds, ttft_s=ttft_s)
 
     def after_round(self, tokens: list[int], seconds: float, refresh_s: float, *, drafted: bool) -> Statistics:
-        """These statistics with a further round, which took `seconds`, including `refresh_s` for the retrieval cache."""
+        """These statistics with a further round. It took `seconds`, including `refresh_s` for the retrieval cache."""
         return replace(
             self,
             token_ids=[*self.token_ids, *tokens],

@@ -167,7 +167,7 @@ class Run(Iterator[Event]):
 
     @property
     def warnings(self) -> list[str]:
-        """The warnings of the run so far, one line each. Warnings of single sequences are in `BatchSequence.warnings`."""
+        """The warnings of the run so far, one line each. Those of single sequences are in `BatchSequence.warnings`."""
         return [*self._graphs.warnings, *self._setup.warnings]
 
     def traffic(self) -> Traffic:

@@ -355,7 +355,7 @@ class Matcher:
         return found
 
     def forced(self, context: Sequence[int], most: int) -> list[int]:
-        """At most `most` tokens that spell the text which must follow `context`; none if the grammar leaves a choice."""
+        """At most `most` tokens that spell the text that must follow `context`; none if the grammar leaves a choice."""
         answer = context[self._start :]
         begin = self._begin(answer)
         try:
