@@ -128,8 +128,8 @@ def _cut_to_likely(probabilities: Tensor, min_p: float) -> None:
 
 
 def running_sum(rows: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """`rows.cumsum(-1)` with reproducible rounding. In a single row, CUDA adds parts in the order in which they are
-    finished; several rows are each added in a fixed order."""
+    """`rows.cumsum(-1)` with reproducible rounding. For a single row, CUDA adds parts in the order in which they are
+    finished. Of several rows, it sums each row by itself."""
     if rows.device.type == "cuda" and rows.shape[0] == 1:
         return rows.expand(2, -1).contiguous().cumsum(dim=-1, dtype=dtype)[:1]
     return rows.cumsum(dim=-1, dtype=dtype)
