@@ -348,7 +348,7 @@ class Tier:
         return self._joined[members]
 
     def held(self) -> Held:
-        """See `offload.held`: the tensors of passes over several sequences together, of this tier and the tiers below."""
+        """See `offload.held`: tensors of passes over several sequences together, of this tier and the tiers below."""
         for passes in self._joined.values():
             yield from passes.held()
         if self.drafter:
