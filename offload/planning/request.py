@@ -52,7 +52,7 @@ class RunRequest:
     """Whether the device has kernels of this project: compiled ones on a CPU, Triton's on a GPU. Triton's attention
     reads a layer of many blocks as one."""
     makes_numbers: bool = False
-    """Whether a step expands matrices of few bits within its products, without memory for the expanded numbers."""
+    """Whether a step expands matrices in few bits within its products, without memory for the expanded numbers."""
     locks_embedding: bool = True
     """Whether the system can page-lock host memory for embeddings and the device reads it; see `host_embedding`."""
     shared: int = 0
