@@ -238,7 +238,7 @@ class Engine:
         Raises:
             ContextError: the requested context cannot be used.
             UsageError: the prompt is empty or has a token outside the vocabulary; an impossible length; more tiers than
-                the settings have; or the grammar cannot be followed.
+                the settings have; `reuse` below 0; or the grammar cannot be followed.
             CapacityError: the model has too few positions, or there is too little memory.
         """
         request = Request(prompt_ids, sampling, max_new_tokens, ignore_eos, grammar=grammar)
@@ -269,7 +269,8 @@ class Engine:
 
         Args:
             requests: at least one; further ones can be added while the batch runs.
-            max_sequences: the maximum number of sequences that are decoded together; further ones wait.
+            max_sequences: the maximum number of sequences that are decoded together, 1 to 64; further ones wait. Higher
+                numbers count as 64.
             expected: the number of sequences for which memory is planned at the start, if more than `requests` are to
                 join.
             in_slices: whether the prompt of a joining sequence is read in slices between the rounds of the others. TBT
@@ -427,7 +428,11 @@ class Engine:
         self._kept.start_threads()
 
     def follow(self) -> Run | None:
-        """Prepares the run that rank 0 starts next; `None` after `finish`. For ranks above 0, which wait for rank 0."""
+        """Prepares the run that rank 0 starts next; `None` after `finish`. For ranks above 0, which wait for rank 0.
+
+        Raises:
+            RuntimeError: this is rank 0.
+        """
         if self.target.ranks.rank == 0:
             raise RuntimeError("follow is for ranks above 0: rank 0 starts the runs")
         order = self.target.ranks.share(None, patiently=True)
