@@ -84,7 +84,7 @@ class KeptCache:
         can then use the cache without moving anything."""
         self.moved = 0
         """Bytes of caches on this rank that have left the device so far because memory there became short."""
-        self._texts: list[KnownText] = []  # in the order of their last use
+        self._texts: list[KnownText] = []  # the least recently used first
         self._made: WeakSet[FullCache] = WeakSet()  # all caches that exist, known as texts or not
         self._link: Link | None = None
         self.drafting: DraftingCaches | None = None
@@ -92,7 +92,7 @@ class KeptCache:
 
     @property
     def caches(self) -> list[FullCache]:
-        """The caches of all known texts, in the order of their last use. A cache that they share may be known through
+        """The caches of all known texts, the least recently used first. A cache that they share may be known through
         them only."""
         return [text.full for text in self._texts]
 
@@ -272,8 +272,8 @@ class KeptCache:
         Of the `shared` tokens in the cache of `text`, it shares those that can be shared, and copies the others. Every
         rank calls it.
 
-        Args: `whole` is whether to copy all tokens that are the text's own. So it is if the tokens are to be saved, or
-            if no other sequence runs: passes over a cache in one piece are faster.
+        Args: `whole` is whether to copy all tokens that are the text's own. Set it if the tokens are to be saved, or if
+            no other sequence runs: passes over a cache in one piece are faster.
 
         Raises:
             CapacityError: there is too little memory.
@@ -354,7 +354,7 @@ class KeptCache:
                 self._empty(text)
 
     def _empty(self, text: KnownText) -> None:
-        """Forgets the tokens of an ended text. Its memory can be reused; it is the first to be dropped."""
+        """Forgets the tokens of an ended text. Its memory can be reused. Its cache is the first to be dropped."""
         if text.full.prefix:
             self._drop(text)
             return
@@ -379,8 +379,8 @@ class KeptCache:
             self._drop(text)
 
     def _droppable(self, text: KnownText | None) -> list[KnownText]:
-        """The texts whose caches are not needed, in the order of their last use. Needed are those of running sequences
-        and of `text`, and all caches that these build on."""
+        """The texts whose caches are not needed, the least recently used first. Needed are the caches of running
+        sequences and of `text`, and all caches that these build on."""
         needed = [one for one in self._texts if one.in_use or one is text]
         holders = {holder for one in needed for holder in one.full.holders}
         return [one for one in self._texts if one.full not in holders]

@@ -387,7 +387,7 @@ class Run(Iterator[Event]):
             if self._short_of_memory and others:
                 return None
             if others and self._setup.rotates_otherwise(sequence):
-                sequence.waits_for = "dynamic RoPE: for a prompt of this length, keys are rotated by other angles"
+                sequence.waits_for = "dynamic RoPE: at this prompt length, keys have other angles than those of others"
                 return None
             if sequence.active_or_none is None and not self._opens(sequence, others):
                 if sequence.state == "waiting":
@@ -407,7 +407,7 @@ class Run(Iterator[Event]):
         otherwise it fails. A sequence that was asked to end has ended. All ranks decide alike.
 
         Raises:
-            TriforceError: the sequence of a run of one sequence cannot be opened.
+            TriforceError: the sequence cannot be opened, in a run that no other sequence may join (`RunOrder.alone`).
         """
         ranks = self._target.ranks
         if not ranks.least([int(not sequence.asked_to_end)])[0]:
@@ -525,7 +525,7 @@ class Run(Iterator[Event]):
         Args: `together`: see `ContextUse.finish`.
 
         Raises:
-            ContextError: saving is required and failed, in a run of one sequence.
+            ContextError: saving is required and failed, in a run that no other sequence may join (`RunOrder.alone`).
         """
         try:
             if sequence.saved:

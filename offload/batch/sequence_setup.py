@@ -89,8 +89,8 @@ class Models:
 
 
 _WORTH_WAITING = 64
-"""If a prompt shares more than this many tokens more with a prompt that is being read than with known texts, it waits
-for that prompt."""
+"""A prompt waits for another prompt that is being read, if it has over this many more tokens in common with it than
+with known texts."""
 
 
 _LIKE_PLANNED = 7 / 8
