@@ -245,7 +245,7 @@ class Grammars:
         """
         if not self._config.eos_token_ids:
             raise GrammarError(
-                f"{self._config.name} has no end-of-sequence token, so that no answer in a form could end"
+                f"{self._config.name} has no end-of-sequence token, so an answer in a form could not end"
             )
         found = self._of(grammar).deep_copy()
         return Matcher(found, grammar.reasoning, self._config, start)
@@ -307,7 +307,7 @@ class Grammars:
 
         found = _with_deep_stack(compiled)
         if found.stop_reason().startswith("NoExtension"):
-            raise GrammarError(f"the {grammar.name} cannot be followed: no text is of this form")
+            raise GrammarError(f"the {grammar.name} cannot be followed: no text has this form")
         if found.is_error():
             raise GrammarError(f"the {grammar.name} cannot be followed: {in_a_line(found.get_error())}")
         return found
