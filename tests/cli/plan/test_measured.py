@@ -126,7 +126,7 @@ def test_files_that_are_no_use_are_refused(plan, bench_file, tmp_path):
 
     check_refusal(with_change(lambda d: d["contexts"].clear()), 1, "holds no run")
     check_refusal(with_change(lambda d: d.pop("machine")), 1, "lacks machine", "this version")
-    check_refusal(with_change(lambda d: d.update(parameters=10**9)), 2, "quite another model", "1,000.0 M")
+    check_refusal(with_change(lambda d: d.update(parameters=10**9)), 2, "a different model", "1,000.0 M")
     check_refusal(with_change(lambda d: d["machine"].update(world_size=2)), 2, "--gpus 2")
     check_refusal(with_change(lambda d: d.update(dtype="bfloat16")), 2, "--dtype bfloat16")
 
