@@ -170,7 +170,7 @@ def test_a_context_of_another_level_is_used_and_named(triforce, pair, tmp_path):
     assert other["context"] == "book" and other["reused_tokens"] == alike["reused_tokens"] > 0
     assert alike["warnings"] == [] and other["warnings"] == [
         f"the context 'book' was saved with other arithmetic (number 0; this run computes with {arithmetic()}): "
-        "answers may differ in near-ties from those of a text that is read here"
+        "in near-ties, answers may differ from those after a prefill of the text on this machine"
     ]
 
 
