@@ -52,7 +52,7 @@ def streaming_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
 
 
 def streaming_prefill(num_layers: int) -> int:
-    """The maximum number of tokens that `prefill_streaming` processes, into a cache with the default lengths."""
+    """The maximum number of tokens in a pass of `prefill_streaming`, for a cache with the default lengths."""
     return SINKS + num_layers * WINDOW + SLACK
 
 
@@ -152,7 +152,7 @@ class StreamingCache:
             self.hidden_states.keep_own(self.length - 1, self._decoder.normed(hidden[-1:]))
 
     def hidden_before(self, n: int) -> Tensor:
-        assert self.hidden_states, "only a multi-token-prediction head has hidden states to read"
+        assert self.hidden_states, "a multi-token-prediction head needs a cache with hidden_states"
         return self.hidden_states.before(self.length, n)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
