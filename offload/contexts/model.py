@@ -46,11 +46,12 @@ class ContextRequest:
     frame: Frame = NO_FRAME
     """The frame of the text that is saved."""
     required: bool = False
-    """Whether the run fails if the prompt cannot be saved. By default, the run goes on with a warning."""
+    """Whether the run fails if the prompt cannot be saved. If not, it goes on with a warning (but see `origin`)."""
     origin: Origin = "operator"
     """Who wants the prompt saved. Saving for a client leaves a reserve of the disk free
-    (`ContextStore.reserve_bytes`), and removes no contexts of the operator. If the prompt cannot be saved under the
-    name, this is an error for the operator. For a client it is an error only if `required` is set."""
+    (`ContextStore.reserve_bytes`), and removes no contexts of the operator. If the name cannot be used, for example
+    because it belongs to another text, this is an error for the operator. For a client it is an error only if
+    `required` is set."""
 
 
 @dataclass(frozen=True)

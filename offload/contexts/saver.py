@@ -108,7 +108,7 @@ class Saver:
             if stop > full.length or not self._agree():
                 return
             if not full.holds_segment(first, stop):
-                self.failure = "its layers with sliding windows or states have not kept what is to be saved"
+                self.failure = "layers with sliding windows or states no longer hold the data that must be saved"
                 return
             full.blocks.drain()
             shape = self._manifest.shape

@@ -33,7 +33,7 @@ and the new text into other tokens."""
 _NAME = re.compile(r"\w[\w .+@=-]{0,99}")
 
 _MARKER = ".triforce-context"
-"""An empty file in each directory that the store made. The store removes no directory that others made."""
+"""An empty file that marks the directories of contexts. The store never removes other directories as a whole."""
 
 _WRITTEN = re.compile(
     r"\d+-\d+\.[hs]\d+-\d+\.\w+\.safetensors|\..+\.safetensors\.new|\.manifest\.json\.new|\.\w+\.probe"
@@ -304,7 +304,7 @@ class ContextStore:
         if needed + reserve > free:
             raise ContextError(
                 f"{gib(needed)} are needed in {self.root}, which has {gib(free)} free, and {gib(reserve)} must stay "
-                "free beside what clients save; free some: triforce contexts prune --keep SIZE"
+                "free when clients save contexts; free disk space: triforce contexts prune --keep SIZE"
             )
 
     def _files(self, name: str) -> list[Path]:

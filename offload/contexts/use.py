@@ -153,12 +153,14 @@ class ContextUse:
                     good = wanted
                 except _Damage as damage:
                     wanted = damage.position
-                    self.warnings.append(f"{damage.error}; it is read again from position {wanted:,} on")
+                    self.warnings.append(
+                        f"{damage.error}; this run computes the text again from position {wanted:,} on"
+                    )
             agreed = self._ranks.least([wanted], patiently=True)[0]  # disks may be slow, and not equally slow
             if agreed < wanted:
                 self.warnings.append(
                     f"the context {prefix.name!r} could not be restored by another rank (damaged there, or not the "
-                    f"same TRIFORCE_HOME); it is read again from position {agreed:,} on"
+                    f"same TRIFORCE_HOME); this run computes the text again from position {agreed:,} on"
                 )
             if agreed == before:
                 break
@@ -340,8 +342,8 @@ class ContextUse:
             keep.append(self.prefix.name)
         if new > store.free_bytes():
             raise ContextError(
-                f"{gib(new)} are needed in {store.root}, which has {gib(store.free_bytes())} free; free some (triforce "
-                "contexts prune --keep SIZE), or set TRIFORCE_HOME to a directory on another disk"
+                f"{gib(new)} are needed in {store.root}, which has {gib(store.free_bytes())} free; free disk space "
+                "(triforce contexts prune --keep SIZE), or set TRIFORCE_HOME to a directory on another disk"
             )
         by_client = order.origin == "client"
         if by_client:
@@ -357,7 +359,9 @@ class ContextUse:
                     )
                 raise ContextError(f"with {gib(new)} more the contexts in use would exceed the quota of {quota}")
             removed = store.prune(store.most_bytes - new, keep)
-            self.warnings += [f"removed the context {name}, used longest ago, to keep the quota" for name in removed]
+            self.warnings += [
+                f"removed the context {name}, the least recently used, to keep the quota" for name in removed
+            ]
 
     def _kept_segments(self, order: SaveOrder, own: Sequence[Segment]) -> list[Segment]:
         """The first segments of the restored tokens that need not be written. Their files are in the context's
@@ -443,4 +447,4 @@ def _opened(
 
 
 def _not_saved(order: SaveOrder, failure: str) -> str:
-    return f"the context {order.directory.name} could not be saved whole: {failure}"
+    return f"the context {order.directory.name} could not be saved completely: {failure}"

@@ -64,11 +64,11 @@ class SegmentFile:
             raise DamagedError(f"it has {size:,} bytes, which is too few")
         flags = self._read(flags_start, prod(flags_shape(self.contents)))
         if not flags or max(flags) > 1:
-            raise DamagedError("it does not say what of it is packed")
+            raise DamagedError("it does not say which parts of it are packed")
         try:
             return PackedLayout.of(self.contents, flags), flags
         except ValueError as error:
-            raise DamagedError(f"nothing can be packed like this: {error}") from error
+            raise DamagedError(f"its layout of packed parts is impossible: {error}") from error
 
     def __enter__(self) -> Self:
         return self

@@ -151,7 +151,10 @@ def test_a_damaged_context_costs_a_reading_and_no_token(triforce, tmp_path):
     segment.write_bytes(content)
     got = answered(triforce, "--context", "book", "--ask", QUESTION)
     assert got["token_ids"] == want["token_ids"] and got["reused_tokens"] == 0
-    assert "the context 'book' is damaged" in got["warnings"][0] and "read again from position 0" in got["warnings"][0]
+    assert (
+        "the context 'book' is damaged" in got["warnings"][0]
+        and "computes the text again from position 0" in got["warnings"][0]
+    )
 
 
 def test_a_context_of_another_level_is_used_and_named(triforce, pair, tmp_path):
