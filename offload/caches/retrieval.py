@@ -151,7 +151,8 @@ class RetrievalCache:
         at.put(keys, k, self.rope.angles(layer, at.rotation, n))
         at.put(values, v)
         self._filled[layer] = start + n
-        # The window may be counted in slots, because two slots are never further apart than their positions.
+        # The window counts slots here. Two slots are never further apart than their positions, so no key is hidden that
+        # the window covers.
         window = self.source.config.sliding_window(layer)
         if window is not None and isinstance(at.slot, int) and window >= at.slot + n:
             window = None

@@ -274,7 +274,7 @@ class States:
         """Sets at which positions copies of the states are kept, when a pass reaches them.
 
         Args:
-            positions: positions at which the next passes arrive.
+            positions: the numbers of tokens after which the states are wanted.
             start: the position at which the next pass begins. Its states are kept, too, if there are or will be fewer
                 than `KEPT` of the others.
         """

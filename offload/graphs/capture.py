@@ -64,7 +64,8 @@ class Capture(Protocol):
         ...
 
     def clear(self) -> None:
-        """Frees the memory of all captures so far on the device. None of them can be replayed afterwards."""
+        """Frees the memory of all captures so far on the device, even of those that are still referenced. None of them
+        can be replayed afterwards."""
         ...
 
 

@@ -132,7 +132,7 @@ class Graphs:
         self._passes.add(passes)
 
     def clear(self) -> None:
-        """Frees all captured passes, and ends capturing: later passes run normally.
+        """Frees all captured passes, even those of runs that are still referenced. Later passes are not captured.
 
         It must be called before the ranks end: NCCL's communicator can only end when all graphs with its collectives
         are gone.

@@ -130,7 +130,7 @@ class Link(Protocol):
         ...
 
     def close(self) -> None:
-        """Ends the threads or streams of the link. No copy may be requested afterwards."""
+        """Ends everything that the link runs during computation. No copy may be requested afterwards."""
         ...
 
 
