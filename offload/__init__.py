@@ -1,7 +1,7 @@
-"""The engine: where keys and values live, and three-tier speculation that leaves the distribution unchanged.
+"""The engine: places keys and values in memory, and speculates in three tiers without changing the distribution.
 
-The names below are imported when they are first used: what needs no PyTorch (settings, the table of cards) is imported
-without it.
+Each name below is imported when it is first used, so modules that need no PyTorch (settings, the table of cards) can be
+imported without it.
 """
 
 from __future__ import annotations

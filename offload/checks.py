@@ -1,4 +1,4 @@
-"""What a run can be asked for, checked before anything is done for it; and what it can promise."""
+"""Checks of a request before any work is done for it, and whether the tokens of a run are exact."""
 
 from __future__ import annotations
 
@@ -15,19 +15,20 @@ from ..tp.model.config import ModelConfig
 from .transfer.placement import SPLITS
 
 _WHOLE = "bBhHiIlLqQ"
-"""Type codes of arrays of whole numbers."""
+"""Type codes of arrays of integers."""
 
 
 def checked_prompt(prompt_ids: Sequence[int] | Tensor, config: ModelConfig, max_new_tokens: int) -> list[int]:
-    """The prompt as a list.
+    """Checks a prompt and returns it as a list.
 
     Raises:
-        UsageError: no token, one outside the vocabulary, or an impossible length.
+        UsageError: the prompt is empty, is not a sequence or 1-D tensor of integers, or has a token outside the
+            vocabulary; or `max_new_tokens` is below 1.
         CapacityError: see `check_context`.
     """
     bounds: tuple[int, int] | None = None
     if isinstance(prompt_ids, list) and set(map(type, prompt_ids)) <= {int}:
-        prompt = list(prompt_ids)  # a tensor of many thousands takes several milliseconds
+        prompt = list(prompt_ids)  # making a tensor of many thousands takes several milliseconds
     elif isinstance(prompt_ids, array) and prompt_ids.typecode in _WHOLE:
         prompt, ids = prompt_ids.tolist(), np.asarray(prompt_ids)  # likewise
         bounds = (int(ids.min()), int(ids.max())) if prompt else None
@@ -51,8 +52,10 @@ def checked_prompt(prompt_ids: Sequence[int] | Tensor, config: ModelConfig, max_
 
 
 def check_context(config: ModelConfig, prompt_tokens: int, max_new_tokens: int) -> None:
-    """Raises:
-    CapacityError: prompt and answer together pass the model's last position.
+    """Checks that prompt and answer fit into the model's positions.
+
+    Raises:
+        CapacityError: prompt and answer together have more tokens than the model has positions.
     """
     limit = config.max_position_embeddings
     if prompt_tokens + max_new_tokens > limit:
@@ -64,13 +67,14 @@ def check_context(config: ModelConfig, prompt_tokens: int, max_new_tokens: int) 
 
 
 def tokens_are_exact(target: Decoder, chunk_size: int, padded: bool) -> bool:
-    """Whether tokens cannot depend on how many are verified together, which decides about near-ties only. Sums over
-    three ranks and more add in an order that depends on a row's place, and other chunks end within splits."""
+    """Whether tokens cannot depend on how many are verified together. Otherwise, that can decide near-ties only. Never
+    with three or more ranks, whose sums add in an order that depends on a row's place. Never with a chunk size that
+    does not divide 256, as chunks then end within splits of attention."""
     if target.ranks.size > 2 or SPLITS[0] % chunk_size:
         return False
     return padded or target.rows_are_independent
 
 
 def host_locks_embeddings(target: Decoder, draft: Decoder | None) -> bool:
-    """Whether each embedding that could be in locked host memory is there; see `RunRequest.locks_embedding`."""
+    """Whether each embedding that could be in page-locked host memory is there; see `RunRequest.locks_embedding`."""
     return not any(model.has_embedding_to_spare for model in (target, draft) if model)

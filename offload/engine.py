@@ -1,4 +1,4 @@
-"""The engine: loads a target and a draft, plans what was left to it, and starts runs. It never prints."""
+"""The engine: loads a target and a draft, plans the settings that were left open, and starts runs. It never prints."""
 
 from __future__ import annotations
 
@@ -47,13 +47,13 @@ from .vocabulary import check_draft
 
 
 class Engine:
-    """A target model, perhaps a draft model, and the caches they keep between runs.
+    """A target model, optionally a draft model, and the caches that are kept between runs.
 
-    A run whose prompt begins like an earlier one (a follow-up question about the same book) starts from the keys and
-    values that are still there. One run at a time: starting another ends the one before.
+    If a prompt begins like an earlier one (a follow-up question about the same book), its run reuses the keys and
+    values that are still there. There is one run at a time: starting another ends the one before.
 
-    On several ranks each has an engine and starts the same runs, with the same methods or with `follow`, and draws the
-    same random numbers for the same distributions; rank 0's prompt, lengths and outcome are what counts.
+    On several ranks, each rank has an engine. All ranks start the same runs, with the same methods or with `follow`.
+    They draw the same random numbers for the same distributions. Prompt, lengths and outcome are those of rank 0.
     """
 
     def __init__(
@@ -65,11 +65,11 @@ class Engine:
         system: System = THIS_MACHINE,
     ) -> None:
         """Args:
-        names: of target and draft, what statistics call them.
-        system: the machine, or what stands for it.
+        names: the names of target and draft in statistics.
+        system: the machine, or a substitute for it in tests.
 
         Raises:
-            ModelError: the two do not share a vocabulary.
+            ModelError: target and draft do not share a vocabulary.
         """
         if draft is not None:
             check_draft(target.config, draft.config)
@@ -82,10 +82,10 @@ class Engine:
         self._graphs = Graphs()  # of the last run
         self._running: Run | None = None
         self.contexts: ModelContexts | None = None
-        """The saved contexts that runs may start from and save to; an engine that was loaded from files has them."""
+        """The saved contexts that runs may start from and save to; `None` if the engine was not loaded from files."""
         self._context = ContextRequest()
         self.grammars: Grammars | None = None
-        """What follows answers with a grammar; an engine that was loaded from files has it."""
+        """Compiles grammars for the model's tokens; `None` if the engine was not loaded from files."""
 
     @classmethod
     def load(
@@ -116,28 +116,33 @@ class Engine:
         rope_scaling: str | None = None,
         system: System = THIS_MACHINE,
     ) -> Engine:
-        """Loads a pair.
+        """Loads a target and its draft.
 
         Args:
-            model: a preset's name, a directory, or a model of the hub (`owner/name`), downloaded if it is not there.
-            draft: the same; `None` is the preset's own, if `model` is one, else none; `"none"` runs two tiers;
-                `"lookup"` proposes what followed the last tokens when they came before, `"D,lookup"` either; `"mtp"` is
-                the target's own multi-token-prediction head.
-            device: `auto` (CUDA where there is one), `cpu` or `cuda`.
+            model: the name of a preset, a directory, or a model of the hub (`owner/name`). A model of the hub is
+                downloaded if it is not there.
+            draft: a draft model, given like `model`. `None`: the draft of the preset, if `model` is a preset, else no
+                draft. `"none"`: two tiers. `"lookup"`: copies draft tokens from an earlier place in the text where the
+                same tokens came before. `"D,lookup"`: the draft `D` and lookup. `"mtp"`: the target's own
+                multi-token-prediction head.
+            device: `auto` (CUDA if available), `cpu` or `cuda`.
             dtype: `auto` (the checkpoint's own), `float32`, `bfloat16` or `float16`.
-            gpus: ranks that share the model; more than 1 under torchrun, which then says how many there are.
-            resident: GiB of the KV cache kept on each device, the rest streams from host memory; `None`: on a GPU as
+            gpus: the number of ranks that share the model. More than 1 needs torchrun with as many processes. With 1
+                under torchrun, the number is that of torchrun's processes.
+            resident: GiB of the KV cache kept on each device. The rest streams from host memory. `None`: on a GPU as
                 much as fits, on a CPU all that fits into host memory.
-            link_gbps: on a CPU, what the link to the streamed part may carry, in gigabytes a second.
-            capacity: tokens the run will hold, prompt and answer, if known: memory is then checked before weights load.
-            room: tokens that the cache kept between runs has room for beyond a run's, if they fit, for a longer one.
-            context: the saved context that runs start from, as far as their prompts begin like it.
-            store: where saved contexts are; `None`: those of this user.
-            system: the machine, or what stands for it.
-            tiers, budget and all others: see `Settings`; if open, budget and chunk size are the preset's, or planned.
+            link_gbps: on a CPU, the maximum bandwidth of the link to the streamed part, in gigabytes a second.
+            capacity: the number of tokens of the run, prompt and answer, if known. Memory for them is then checked
+                before weights load.
+            room: further tokens for which a new cache gets room, if they fit. A longer run can then reuse the cache.
+            context: the name of a saved context. Runs reuse its tokens as far as their prompts begin like it.
+            store: the store of saved contexts; `None`: this user's.
+            system: the machine, or a substitute for it in tests.
+            tiers, budget and all others: see `Settings`. A budget or chunk size that is left open is the preset's, or
+                is planned.
 
         Raises:
-            UsageError, ModelError, CapacityError: with the value and the remedy.
+            UsageError, ModelError, CapacityError: the message has the value and the remedy.
         """
         place = Place.among(gpus)
         wanted, lookup = parse_draft(draft)
@@ -191,7 +196,7 @@ class Engine:
         max_new_tokens: int = 256,
         **options: Any,
     ) -> Result:
-        """Runs to the end; see `stream`."""
+        """Generates an answer to its end and returns it; for the arguments and errors, see `stream`."""
         run = self.stream(prompt_ids, sampling, max_new_tokens, **options)
         for _ in run:
             pass
@@ -212,28 +217,29 @@ class Engine:
         contexts: ContextRequest | None = None,
         grammar: Grammar | None = None,
     ) -> Generation:
-        """Prepares a run; iterating over it does the work, one event a round.
+        """Prepares a run. Iterating over it does the work and yields one `Round` per round.
 
         Args:
             prompt_ids: token ids, a list or a 1-D tensor, at least one.
             sampling: default `Sampling()`.
-            max_new_tokens: at least 1.
-            ignore_eos: go on after an end-of-sequence token.
-            tiers: for this run fewer than the settings have; `None` is as many.
-            reuse: leading tokens to take over from runs before at most; `None` is all that are the same, and 0 gives
-                their memory back first.
-            on_memory: called with the share of the host memory taken that blocks stream from, 0 to 1.
-            on_prefill: called with the share of the prefill done, 0 to 1.
-            interrupted: asked on rank 0 after each round, and twice a second while the prompt is read; `True` ends the
-                run there, on all ranks. What was read stays for the next one.
+            max_new_tokens: the maximum number of tokens to generate, at least 1.
+            ignore_eos: whether to go on after an end-of-sequence token.
+            tiers: the number of tiers in this run, at most that of the settings; `None`: that of the settings.
+            reuse: the maximum number of leading tokens to take over from earlier runs. `None`: all that are the same.
+                0: none, and the caches of earlier runs are freed first.
+            on_memory: called while the host memory that blocks stream from is allocated, with the allocated share, 0
+                to 1.
+            on_prefill: called with the finished share of the prefill, 0 to 1.
+            interrupted: called on rank 0 after each round, and twice a second during the prefill. `True` ends the run
+                on all ranks. The next run can reuse the tokens that were read.
             contexts: what to do with saved contexts; default: start from the one that the engine was loaded with.
-            grammar: the form that the answer is to have.
+            grammar: the required form of the answer.
 
         Raises:
-            ContextError: the context that is asked for cannot be used.
-            UsageError: no token, one outside the vocabulary, an impossible length, more tiers than the settings have, a
-                grammar that cannot be followed.
-            CapacityError: more tokens than the model's positions or the memory hold.
+            ContextError: the requested context cannot be used.
+            UsageError: the prompt is empty or has a token outside the vocabulary; an impossible length; more tiers than
+                the settings have; `reuse` below 0; or the grammar cannot be followed.
+            CapacityError: the model has too few positions, or there is too little memory.
         """
         request = Request(prompt_ids, sampling, max_new_tokens, ignore_eos, grammar=grammar)
         orders = [Order.of(request, self.target.config)]
@@ -255,25 +261,28 @@ class Engine:
         interrupted: Callable[[], bool] | None = None,
         contexts: ContextRequest | None = None,
     ) -> Batch:
-        """Prepares several sequences that are decoded together; iterating over it does the work, and gives the index of
-        a sequence with each of its rounds.
+        """Prepares several sequences that are decoded together. Iterating over the batch does the work and yields the
+        index of a sequence with each of its rounds.
 
-        What prompts begin with alike is read and held once. A request that cannot be answered fails alone; see
+        A shared prefix of prompts is read and held once. If a request cannot be answered, only its sequence fails; see
         `Batch.sequences`.
 
         Args:
             requests: at least one; further ones can be added while the batch runs.
-            max_sequences: that are decoded together; further ones wait.
-            expected: sequences that memory is planned for at the start, where more than `requests` are to join.
-            in_slices: whether the prompt of one that joins others is read in slices between their rounds: TBT at most
-                doubles. Otherwise they wait, which is sooner done in all.
-            on_prefill: called with a sequence's index and the share of its prefill done, 0 to 1.
+            max_sequences: the maximum number of sequences that are decoded together, 1 to 64; further ones wait. Higher
+                numbers count as 64.
+            expected: the number of sequences for which memory is planned at the start, if more than `requests` are to
+                join.
+            in_slices: whether the prompt of a joining sequence is read in slices between the rounds of the others. TBT
+                then at most doubles. Otherwise the others wait, and the whole batch is done sooner.
+            on_prefill: called with the index of a sequence and the finished share of its prefill, 0 to 1.
             tiers, interrupted: see `stream`.
-            reuse, on_memory, contexts: see `stream`; of the first sequence that is not refused.
+            reuse, on_memory, contexts: see `stream`; for the first sequence that is not refused.
 
         Raises:
-            ContextError: the context that is asked for cannot be used.
-            UsageError: no request, or more tiers than the settings have.
+            ContextError: the requested context cannot be used.
+            UsageError: there is no request, there are more tiers than the settings have, or `reuse` or `max_sequences`
+                is out of range.
         """
         if not requests:
             raise UsageError("a batch needs at least one request")
@@ -297,19 +306,19 @@ class Engine:
         on_prefill: Callable[[BatchSequence, float], None] | None = None,
         on_memory: Callable[[float], None] | None = None,
     ) -> Run:
-        """Prepares a run that lasts as long as there are requests; iterating over it does the work. A request that
-        cannot be answered ends alone.
+        """Prepares a run that lasts as long as there are requests. Iterating over it does the work. If a request cannot
+        be answered, only its sequence ends.
 
         Args:
-            source: asked between rounds, as long as one more may run: the next request, or `None` where there is none
-                now. Called with `True` where nothing else is left to be done: then it may wait, and `None` ends the
-                run. Its requests find saved contexts as they say, also those that were saved meanwhile.
+            source: called between rounds, as long as another sequence may run. Returns the next request, or `None` if
+                there is none at the moment. It is called with `True` if nothing else is left to do: it may wait then,
+                and `None` ends the run. A request can start from a context that was saved during the run.
             max_sequences, expected, in_slices: see `batch`.
             tiers, interrupted, on_memory: see `stream`.
-            on_prefill: called with a sequence and the share of its prefill done, 0 to 1.
+            on_prefill: called with a sequence and the finished share of its prefill, 0 to 1.
 
         Raises:
-            UsageError: more tiers than the settings have, or `max_sequences` below 1.
+            UsageError: there are more tiers than the settings have, or `max_sequences` is below 1.
         """
 
         def more(waits: bool) -> BatchSequence | None:
@@ -319,7 +328,7 @@ class Engine:
             checked = replace(request, contexts=request.contexts or self._context)
             try:
                 order = Order.or_error(checked, self.target.config, self.contexts)
-            except Exception as error:  # of a request that is not what it should be
+            except Exception as error:  # the request is malformed
                 order = Order.refused(request.number, UsageError(f"the request is not valid: {error}"))
             return BatchSequence(order, self.system.clock(), request)
 
@@ -339,7 +348,7 @@ class Engine:
         expected: int = 1,
         in_slices: bool = False,
     ) -> RunOrder:
-        """What all ranks are to do: rank 0's order.
+        """The order that all ranks follow: that of rank 0.
 
         Raises:
             ContextError, UsageError: see `stream`.
@@ -362,10 +371,14 @@ class Engine:
     def read(
         self, token_ids: Sequence[int] | Tensor, name: str, *, on_prefill: Callable[[float], None] | None = None
     ) -> Manifest:
-        """Reads a text and saves its keys and values as the context `name`; what of it is saved already is not read.
+        """Reads a text and saves its keys and values as the context `name`. Tokens that are saved already are not read
+        again.
+
+        Returns:
+            The manifest of the saved context.
 
         Raises:
-            ContextError: another text has this name, or it cannot be written.
+            ContextError: another text has this name, or the context cannot be written.
             UsageError, CapacityError: see `stream`.
         """
         if self.contexts is None:
@@ -390,7 +403,7 @@ class Engine:
         """Prepares the run that reads a text and saves its keys and values as the context `name`.
 
         Args:
-            frame: what of it is not the text, as a chat template has it.
+            frame: what surrounds the text, for example the beginning of a user's message in the chat template.
             on_memory, on_prefill, interrupted: see `stream`.
 
         Raises:
@@ -401,8 +414,8 @@ class Engine:
         return self.stream(token_ids, Sampling(0.0), 1, tiers=1, contexts=save, **calls)
 
     def held(self) -> Held:
-        """Tensors on the compute device that last from one round to the next, each with its part of the plan: see
-        `offload.held`. Some come twice."""
+        """The tensors on the compute device that last from one round to the next, each with its part of the plan; see
+        `offload.held`. A tensor may come twice."""
         for decoder in (self.target, self.draft):
             yield from decoder.held() if decoder else ()
         yield from self._kept.held()
@@ -410,35 +423,39 @@ class Engine:
             yield from self._running.held()
 
     def start_threads(self) -> None:
-        """Starts the threads that copy blocks of the KV cache beside computation, and read and write those on a disk.
-        By itself an engine starts them when a cache first has such blocks."""
+        """Starts the threads that copy blocks of the KV cache during computation, and the threads that read and write
+        blocks on a disk. Without this call, an engine starts them when a cache first has blocks to copy."""
         self._kept.start_threads()
 
     def follow(self) -> Run | None:
-        """Prepares what rank 0 starts next, for a rank that is told nothing of it; `None` after `finish`."""
+        """Prepares the run that rank 0 starts next; `None` after `finish`. For ranks above 0, which wait for rank 0.
+
+        Raises:
+            RuntimeError: this is rank 0.
+        """
         if self.target.ranks.rank == 0:
             raise RuntimeError("follow is for ranks above 0: rank 0 starts the runs")
         order = self.target.ranks.share(None, patiently=True)
         return None if order is None else self._run(order)
 
     def finish(self) -> None:
-        """Tells ranks that `follow` that no further run comes; for rank 0."""
+        """Tells the ranks that call `follow` that no further run comes. For rank 0."""
         self.target.ranks.share(None, patiently=True)
 
     def close(self) -> None:
-        """Parts with the other ranks, if any; every rank calls it when no run is left. Captured passes are freed first,
-        whoever holds a run, as NCCL waits for them."""
+        """Leaves the group of ranks, if there are several. Every rank calls it when no run is left. Captured passes are
+        freed first, even if the caller still holds a run: NCCL waits for them."""
         self._graphs.clear()
         self.target.ranks.leave()
 
     @torch.inference_mode()
     def logits(self, prompt_ids: Sequence[int], answer_ids: Sequence[int]) -> Tensor:
-        """What the target with its full cache says of an answer, read like a prompt; ends the run under way. Of several
-        ranks each must call it, with the same tokens.
+        """Computes the target's logits for an answer, in a prefill with the full cache. Ends a run in progress. On
+        several ranks, each rank must call it, with the same tokens.
 
         Returns:
-            `[len(answer_ids) + 1, vocab_size]`, float32: the logits that each token of the answer follows from, and
-            those after the last.
+            `[len(answer_ids) + 1, vocab_size]`, float32: for each token of the answer the logits before it, then those
+            after the last token.
 
         Raises:
             UsageError, CapacityError: see `stream`.
@@ -458,16 +475,16 @@ class Engine:
         return rows
 
     def drawn_alone(self, prompt_ids: Sequence[int], answer_ids: Sequence[int], sampling: Sampling) -> list[int]:
-        """What decoding token by token, with the full cache, draws at each position of an answer: one token at a time
-        in a pass of its own, after the prompt and the answer so far. Of an exact engine's greedy or seeded answer, the
-        answer itself. On several ranks each must call it, with the same tokens.
+        """Draws a token for each position of an answer, by decoding token by token with the full cache. Each token has
+        its own pass, after the prompt and the answer up to that position. If the answer is an exact engine's, and
+        greedy or seeded, the result is the same answer. On several ranks, each rank must call it, with the same tokens.
 
         Raises:
-            UsageError: sampling without a seed; see `stream`.
+            UsageError: `sampling` is not greedy and has no seed; else see `stream`.
             CapacityError: see `stream`.
         """
         if not sampling.greedy and sampling.seed is None:
-            raise UsageError("tokens can be drawn again with a seed, or at temperature 0, only")
+            raise UsageError("tokens can be drawn again only with a seed or at temperature 0; set one of them")
         drawn: list[int] = []
         run = self.stream(prompt_ids, sampling, max(1, len(answer_ids)), ignore_eos=True, tiers=1, reuse=0)
         try:
@@ -479,11 +496,11 @@ class Engine:
         return drawn
 
     def _end_run(self) -> None:
-        """Ends what is under way, before something else begins."""
+        """Ends the run in progress, before something else begins."""
         if self._running:
             self._running.close()
             self._kept.end_all(broken=self._running.broken)
-            self._running = None  # it holds the cache, whose memory may be wanted back
+            self._running = None  # it holds the cache, whose memory may be needed
         self._graphs.clear()
 
     def _run(self, order: RunOrder, *given: Any) -> Run:
@@ -505,7 +522,7 @@ class Engine:
         return batch
 
     def _setup(self, order: RunOrder) -> SequenceSetup:
-        """What opens the sequences of a run that begins."""
+        """Makes the setup that opens the sequences of a new run."""
         self._graphs = Graphs(self._capture, self.target.ranks)
         expected = max(1, min(order.most, order.expected))
         return SequenceSetup(self._models, self._graphs, order.tiers, order.fresh_seed, expected)
@@ -522,9 +539,10 @@ class Engine:
         return Models(*loaded, self._kept, self.contexts, self.grammars, self.system, self._locks_embedding)
 
     def plan(self, context: int, answer: int | None = None) -> RunPlan:
-        """The plan of a run over `context` tokens, prompt and answer, as this rank alone sees the memory that is free
-        now. The run's own plan is agreed between ranks, and takes over the cache that is kept.
+        """The plan of a run over `context` tokens, prompt and answer, with the memory that is free on this rank. When
+        the run begins, the ranks agree on its plan, and a kept cache may be reused.
 
-        Args: `answer` is how many of the tokens are generated, at most; `None`: any may be, which may take more room.
+        Args: `answer` is the maximum number of these tokens that are generated; `None`: any number, which may take more
+            memory.
         """
         return self._kept.planned_alone(self._models.request(context, answer=answer))

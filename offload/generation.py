@@ -1,4 +1,4 @@
-"""One run: prefill, then rounds of speculation, as an iterator over what each round brought. A batch of one."""
+"""One run: prefill, then rounds of speculation, as an iterator over the rounds. It is a batch of one sequence."""
 
 from __future__ import annotations
 
@@ -16,18 +16,20 @@ __all__ = ["Generation", "Result", "Round"]
 
 @dataclass(frozen=True)
 class Result:
-    """A finished run: its tokens and the JSON described in docs/json.md."""
+    """A finished run: the tokens of its answer, and its JSON (docs/json.md)."""
 
     token_ids: list[int]
+    """The tokens of the answer, without the prompt."""
     stats: dict[str, Any]
+    """The JSON of the run."""
 
 
 class Generation(Iterator[Round]):
-    """A run in progress. Iterate over it for rounds; `statistics` is current at any time (a new object a
-    round), `stats()` gives the JSON."""
+    """A run in progress. Iterating over it yields its rounds. `statistics` is current at any time (each round makes a
+    new object). `stats()` returns the JSON."""
 
     def __init__(self, batch: Batch) -> None:
-        """Args: `batch` is of one sequence."""
+        """Args: `batch` has one sequence."""
         self.batch = batch
 
     def __next__(self) -> Round:
@@ -35,10 +37,12 @@ class Generation(Iterator[Round]):
 
     @property
     def sequence(self) -> BatchSequence:
+        """The run's only sequence."""
         return self.batch.sequences[0]
 
     @property
     def statistics(self) -> Statistics:
+        """The counts and times of the run so far."""
         return self.sequence.statistics
 
     @property
@@ -48,12 +52,12 @@ class Generation(Iterator[Round]):
 
     @property
     def lengths(self) -> dict[str, int]:
-        """The lengths in force: `draft_length` and `block_length`; 0 where there is no such level."""
+        """The current `draft_length` and `block_length`, in tokens; 0 means no draft."""
         return self.batch.lengths
 
     @property
     def warnings(self) -> list[str]:
-        """What the run had to do without so far, a line each."""
+        """The warnings of the run so far, one line each."""
         return self.batch.warnings
 
     def stats(self) -> dict[str, Any]:
@@ -61,8 +65,8 @@ class Generation(Iterator[Round]):
         return self.batch.document(0)
 
     def close(self) -> None:
-        """Ends the run where it is, and gives back its memory, but for the keys and values that a next run may go on
-        from; iteration stops, statistics and JSON stay."""
+        """Ends the run at once and frees its memory, except for the keys and values that a later run may reuse.
+        Iteration stops; statistics and JSON stay."""
         self.batch.close()
 
     def end(self) -> None:
@@ -70,5 +74,6 @@ class Generation(Iterator[Round]):
         self.batch.end_all()
 
     def replace_last(self, token: int) -> None:
-        """Goes on as if the newest token were another one; statistics keep the one that was drawn."""
+        """Puts `token` in place of the newest token, and goes on from there. Statistics keep the token that was
+        drawn."""
         self.sequence.context[-1] = token

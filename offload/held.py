@@ -1,7 +1,8 @@
-"""What owners of tensors hold on the compute device, by the part of the run plan that counts it.
+"""The tensors that objects hold on the compute device, by the part of the run plan that counts them.
 
-Whoever keeps tensors from one round to the next has `held()`, which gives each with its part, a field of `RunPlan`, or
-`captured` of what captured passes keep, which on a GPU its reserve is for. `Engine.held` gives all of them.
+An object that keeps tensors from one round to the next has a method `held()`. It yields each tensor with its part: the
+name of a field of `RunPlan`, or `captured` for tensors of captured passes. On a GPU, the plan's reserve covers
+`captured`. `Engine.held` yields all of them.
 """
 
 from __future__ import annotations
@@ -14,17 +15,17 @@ from torch import Tensor
 from ..kernels.plain_attention import Scratch
 
 Held = Iterator[tuple[str, Tensor]]
-"""Parts and tensors; the same memory may come several times, as a view or from several owners."""
+"""Pairs of part and tensor. The same memory may come several times, as a view or from several owners."""
 
 
 class Holder(Protocol):
-    """Whoever keeps tensors."""
+    """An object that keeps tensors."""
 
     def held(self) -> Held: ...
 
 
 def bytes_by_part(held: Iterable[tuple[str, Tensor]]) -> dict[str, int]:
-    """Bytes of the memory behind these tensors, by part; what several share counts once, for the first."""
+    """Bytes of the memory behind these tensors, by part. Memory that several share counts once, for the first."""
     found: dict[str, int] = {}
     known: set[int] = set()
     for part, tensor in held:
@@ -36,11 +37,11 @@ def bytes_by_part(held: Iterable[tuple[str, Tensor]]) -> dict[str, int]:
 
 
 def held_bytes(held: Iterable[tuple[str, Tensor]], part: str | None = None) -> int:
-    """Bytes of the memory behind these tensors, or of one part's alone."""
+    """Bytes of the memory behind these tensors, or behind those of one part."""
     found = bytes_by_part(held)
     return sum(found.values()) if part is None else found.get(part, 0)
 
 
 def held_scratch(scratch: Scratch) -> Held:
-    """What `attend` keeps between calls."""
+    """The buffers that `attend` keeps between calls."""
     yield from (("scratch", buffer) for _, buffer in scratch.held())

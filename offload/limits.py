@@ -1,4 +1,4 @@
-"""Sizes that plans, caches and streaming blocks keep to, handed in with `System`."""
+"""Sizes that plans, caches and streaming blocks keep to. They are a part of `System`."""
 
 from __future__ import annotations
 
@@ -8,26 +8,26 @@ from ..kernels.selection import STEP_ROWS
 from ..tp.decoder import TILING, Tiling
 
 MOST_TOGETHER = 8
-"""Blocks that one copy over the link takes at most. Page-locked memory is locked in pieces of whole multiples of so
-many, and no copy takes some from before such a multiple and some from behind it."""
+"""The maximum number of blocks in one copy over the link. Host memory is page-locked in pieces, whose number of blocks
+is a multiple of this. No copy crosses a multiple."""
 
 
 @dataclass(frozen=True)
 class ProcessMemory:
-    """Bytes of host memory that a process takes whatever it runs, by what takes them: its resident set, measured with
-    Python 3.11 and PyTorch 2.13 for CPUs on Linux (x86-64)."""
+    """Bytes of host memory that every process takes, by their use. Resident set, measured with Python 3.11 and PyTorch
+    2.13 for CPUs on Linux (x86-64)."""
 
     python: int = 219 * 2**20
     """Python (11 MiB) with PyTorch (208 MiB)."""
     program: int = 55 * 2**20
-    """Transformers (20 MiB), the tokenizer of the embedded pair (8 MiB), this program's modules (8 MiB), and code of
-    all of them that a run is the first to touch (19 MiB)."""
+    """Transformers (20 MiB), the tokenizer of the embedded pair (8 MiB), this program's modules (8 MiB), and their code
+    that is loaded when a run first uses it (19 MiB)."""
     kept: int = 76 * 2**20
-    """What kernels and allocators keep between calls. Loading leaves 9 MiB; a text of 130,000 tokens that was
-    tokenized up to 53 MiB, 40 of which a `malloc_trim` gives back; attention on a CPU keeps up to 32 MiB a thread
-    (`KEPT_ROOM` in kernels/cpu/source/attention/attention.c), and hardly any of that for a step. The rest, some 10 MiB,
-    is an estimate. With the other parts it is 350 MiB: runs of the embedded pair over 1,073 and 41,880 tokens took 296
-    and 331 MiB beside what was planned of them."""
+    """Memory that kernels and allocators keep between calls. Loading leaves 9 MiB. Tokenizing a text of 130,000 tokens
+    leaves up to 53 MiB; `malloc_trim` gives 40 of them back. Attention on a CPU keeps up to 32 MiB per thread
+    (`KEPT_ROOM` in kernels/cpu/source/attention/attention.c), but hardly any for a step. The rest, about 10 MiB, is an
+    estimate. With the other parts, it is 350 MiB. Runs of the embedded pair over 1,073 and 41,880 tokens took 296 and
+    331 MiB beside their planned memory."""
 
     @property
     def total(self) -> int:
@@ -37,49 +37,50 @@ class ProcessMemory:
 
 @dataclass(frozen=True)
 class Limits:
-    """Numbers that a test may want smaller."""
+    """Sizes and limits. Tests may use smaller ones."""
 
     ring_buffers: int = 3
-    """Blocks on the device through which the others stream: one in use, one arriving, and one to spare for a block
+    """The number of ring buffers for streamed blocks on the device: one in use, one arriving, and one spare for a block
     whose attention takes longer than its copy."""
     ring_bytes: int = 24 * 2**20
-    """Of a buffer of a GPU's ring, if a block is not larger: packed blocks that are smaller pass several at a time.
-    Each time takes a host up to 0.3 ms (`docs/gpu-results.md`), in which a PCIe 5.0 link carries 16 MB, and 24 MiB are
-    packed in 19."""
+    """Bytes of a ring buffer on a GPU, unless a block is larger. Smaller packed blocks are copied several at a time.
+    Each copy takes a host up to 0.3 ms (`docs/gpu-results.md`). In this time, a PCIe 5.0 link carries 16 MB; 24 MiB are
+    packed into 19."""
     staging_buffers: int = 6
-    """Blocks on their way from host memory that is not page-locked: one in use, one being copied on, and four being
-    copied."""
+    """The number of buffers for blocks from host memory that is not page-locked: one in use, one being copied on, and
+    four being copied."""
     disk_buffers: int = 12
-    """Blocks in host memory on their way from a disk: those being read (six, of which a disk needs four for its full
-    speed), and as many as it reads while a layer's blocks in memory are attended to (over 131,072 tokens of which a
-    quarter was there, a verification took 340 ms with 12, 390 with 6)."""
+    """The number of buffers in host memory for blocks from a disk. Six are for blocks being read; a disk needs four for
+    its full speed. The others are for the blocks that the disk reads while attention uses a layer's blocks in memory
+    (over 131,072 tokens, a quarter of them in memory, a verification took 340 ms with 12, 390 with 6)."""
     open_slack: int = 512
-    """Tokens of room behind an open block: more than a pass over few tokens brings. A longer one uses the workspace."""
+    """Tokens of room behind an open block: more than a pass over few tokens adds. A longer pass uses the workspace."""
     window_slack: int = 2048
-    """Tokens beside their windows that layers with sliding windows keep where others have none: so many can be rolled
-    back, or left to another sequence that begins alike."""
+    """Tokens beside their windows that layers with sliding windows keep, if other layers have no windows. So many
+    tokens can be rolled back, or shared with another sequence of the same beginning."""
     largest_block: int = 4096
-    """Tokens of a block at most; short contexts use less, so that the ragged end costs little."""
+    """The maximum number of tokens in a block. Short contexts have smaller blocks, so that the partly filled last block
+    costs little."""
     step_rows: int = STEP_ROWS
-    """Rows up to which blocks stream past in a pass, at most `STEP_ROWS`. One of more is a prefill: it collects a layer
-    at a time."""
+    """The maximum number of rows of a pass that blocks stream past, at most `STEP_ROWS`. A pass with more rows is a
+    prefill, which collects one layer at a time."""
     streamed_draft_tokens: tuple[int, ...] = (128, 96, 64, 48, 32, 24)
-    """Draft tokens for a pass over the full cache at most, where blocks stream, and it takes as long as they take to
-    cross the link: the first of these whose attention mass is small."""
+    """Values for the maximum number of draft tokens of a verification if blocks stream. The verification then takes as
+    long as the blocks take to cross the link. The first value with a small attention mass is used."""
     spare_share: float = 1 / 32
-    """Of a GPU's memory: resident blocks that host memory has room for as well, so that they can leave the GPU when
-    others take memory there."""
+    """The share of a GPU's memory for which host memory has spare room. So many resident blocks can leave the GPU when
+    other programs take memory there."""
     free_varies: float = 1 / 100
-    """Of a GPU's memory: what a run that goes on in a cache may take of the plan's reserve, by which what is free
-    varies from run to run."""
+    """The share of a GPU's memory by which free memory varies from run to run. A run that reuses a cache may take this
+    much of the plan's reserve."""
     process: ProcessMemory = ProcessMemory()
-    """Of host memory: what a process takes besides a run."""
+    """Bytes of host memory that a process takes besides a run."""
     cuda_host_bytes: int = 1122 * 2**20
-    """Of host memory: what CUDA takes in a process that computes on a GPU, by the first tensor that was put there
-    (github.com/pytorch/pytorch, issue 12873). With `process` 1.44 GiB; on an H200 with PyTorch 2.11 runs of a
+    """Bytes of host memory that CUDA takes in a process that computes on a GPU, when the first tensor is put there
+    (github.com/pytorch/pytorch, issue 12873). With `process`, this is 1.44 GiB. On an H200 with PyTorch 2.11, runs of a
     small model took 1.07 to 1.27 GiB in all, and `bench` 1.44 (`docs/gpu-results.md`)."""
     tiling: Tiling = TILING
-    """How a prompt's rows are computed together."""
+    """How many rows of a prompt are computed together."""
 
 
 LIMITS = Limits()

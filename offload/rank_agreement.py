@@ -1,4 +1,4 @@
-"""Agreement between ranks: once a round, rank 0's decisions reach all ranks and its tokens are compared with theirs."""
+"""Agreement between ranks: once a round, all ranks get rank 0's decisions and compare its tokens with theirs."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from .settings import MOST_BLOCK_LENGTH
 
 @dataclass(frozen=True)
 class RoundDecision:
-    """What a round brought a sequence, and what is decided about it."""
+    """The tokens of one sequence in a round, and the decisions about this sequence."""
 
     tokens: list[int]
     refresh: bool = False
-    """Whether its retrieval cache is refreshed now."""
+    """Whether the retrieval cache is refreshed after this round."""
     ends: bool = False
-    """Whether it ends with this round, asked to."""
+    """Whether the sequence is to end with this round."""
 
 
 def agree(
@@ -30,21 +30,21 @@ def agree(
     joining: int = 0,
     ends: bool = False,
 ) -> tuple[list[RoundDecision], list[int], list[bool], int, bool]:
-    """The broadcast of a round: what rank 0 has decided, for all ranks. All draw the same tokens from the same
+    """Broadcasts rank 0's decisions of a round to all ranks. All ranks draw the same tokens from the same
     distributions, but each would choose lengths and refreshes by its own clock.
 
     Args:
-        drawn: of each sequence of the round, as this rank has drawn and would decide.
-        decisions: of this rank's tiers, see `DraftControl.decisions`.
-        unwanted: of each sequence that waits, whether it is to end.
-        joining: sequences that are to join.
+        drawn: for each sequence of the round, the tokens that this rank drew and its own decision.
+        decisions: those of this rank's tiers, see `DraftControl.decisions`.
+        unwanted: for each waiting sequence, whether it is to end.
+        joining: the number of sequences that are to join.
         ends: whether the whole batch is to end.
 
     Returns:
-        The same, of rank 0.
+        The same values in this order, from rank 0.
 
     Raises:
-        TriforceError: this rank drew other tokens than rank 0, so the caches are no longer one model's.
+        TriforceError: this rank drew other tokens than rank 0, so the caches no longer belong to one text.
     """
     numbers = [joining, int(ends), *decisions, *map(int, unwanted)]
     at = len(numbers)
@@ -58,8 +58,8 @@ def agree(
         tokens = message[at + 3 : at + 3 + count]
         if tokens != one.tokens:
             raise TriforceError(
-                f"rank {ranks.rank} drew the tokens {one.tokens} where rank 0 drew {tokens}: the ranks "
-                "compute differently (other hardware or versions?), so nothing further would be the model's"
+                f"rank {ranks.rank} drew the tokens {one.tokens} where rank 0 drew {tokens}: the ranks compute "
+                "differently, so further tokens would be wrong; use the same hardware and versions on all ranks"
             )
         decided.append(RoundDecision(one.tokens, bool(refresh), bool(ending)))
         at += 3 + count

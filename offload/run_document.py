@@ -1,4 +1,4 @@
-"""The JSON of a run: who ran what, the lengths in force, and what was measured. docs/json.md describes it."""
+"""The JSON of a run: models and settings, current draft lengths, and measurements. docs/json.md describes it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .statistics import Statistics, ratio
 from .transfer.link import Traffic
 
 version = cache(metadata.version)
-"""Of an installed package: looking it up reads files."""
+"""The version of an installed package. Cached, as looking it up reads files."""
 
 
 def run_identity(
@@ -34,15 +34,15 @@ def run_identity(
     disk_bytes: int,
     packed: bool,
 ) -> dict[str, Any]:
-    """The part of a run's document that is known before it.
+    """The part of a run's JSON that is known before the run.
 
     Args:
-        names: of target and draft.
-        tiers, budget: of this run; the budget in tokens, 0 without a retrieval cache.
-        seed: that the run draws with, given or not.
-        exact: whether its tokens cannot depend on lengths and tiers.
-        resident_bytes, disk_bytes: of the KV cache, on the device and on a disk.
-        packed: whether what of it streams is packed.
+        names: the names of target and draft.
+        tiers, budget: those of this run; the budget in tokens, 0 without a retrieval cache.
+        seed: the seed that the run draws with, given or drawn.
+        exact: whether the tokens cannot depend on draft lengths and tiers.
+        resident_bytes, disk_bytes: the bytes of the KV cache on the device and on a disk.
+        packed: whether keys and values that stream are packed.
     """
     device = target.device
     return {
@@ -75,24 +75,24 @@ def run_identity(
 def run_document(
     identity: Mapping[str, Any], statistics: Statistics, lengths: Mapping[str, int], warnings: Sequence[str]
 ) -> dict[str, Any]:
-    """The document of a run that is finished or under way.
+    """The JSON of a run that is finished or in progress.
 
     Args:
         identity: the part that is known before the run: versions, models, device, sampling, `settings`.
-        lengths: those in force, which join `settings`.
-        warnings: a line each.
+        lengths: the current draft lengths, which are added to `settings`.
+        warnings: one line each.
     """
     settings = {**identity["settings"], **lengths}
     return {**identity, **_measured(statistics), "settings": settings, "warnings": list(warnings)}
 
 
 def batch_document(whole: Statistics, documents: Sequence[dict[str, Any]], warnings: Sequence[str]) -> dict[str, Any]:
-    """The document of a batch.
+    """The JSON of a batch.
 
     Args:
-        whole: of all its sequences together.
-        documents: of each; those that could not be answered have little in theirs.
-        warnings: a line each.
+        whole: the statistics of all its sequences together.
+        documents: the JSON of each sequence; short for a sequence that could not be answered.
+        warnings: one line each.
     """
     begun = [document for document in documents if "version" in document]
     shared = (
@@ -169,7 +169,7 @@ def _measured(s: Statistics) -> dict[str, Any]:
 
 
 def link_document(traffic: Traffic) -> dict[str, Any]:
-    """What crossed the link."""
+    """The part of the JSON about the traffic over the link."""
     return {
         "bytes_streamed": traffic.bytes_in,
         "bytes_written_back": traffic.bytes_out,
@@ -180,7 +180,7 @@ def link_document(traffic: Traffic) -> dict[str, Any]:
 
 
 def disk_document(traffic: Traffic) -> dict[str, Any]:
-    """What was read from a disk, of the KV cache that exceeds host memory, and written to it."""
+    """The part of the JSON about reads and writes of the KV cache that is on a disk."""
     seconds = traffic.disk_busy_s
     return {
         "bytes_read": traffic.disk_bytes_in,
@@ -192,5 +192,5 @@ def disk_document(traffic: Traffic) -> dict[str, Any]:
 
 
 def memory_document(device_peak: int, host_peak: int, kv: int) -> dict[str, Any]:
-    """The most memory that was taken, and the keys and values, in bytes."""
+    """The part of the JSON about memory in bytes: the peaks on device and host, and the size of keys and values."""
     return {"device_peak_bytes": device_peak, "host_peak_bytes": host_peak, "kv_bytes": kv}

@@ -1,4 +1,4 @@
-"""What of a run can be fixed by hand, checked; what is left open is planned and adapted."""
+"""The settings of a run that can be set by hand, with their checks. Open settings are planned and adapted."""
 
 from __future__ import annotations
 
@@ -10,54 +10,65 @@ from ..tp.errors import UsageError
 from ..tp.model.rope_option import parse_rope_scaling
 
 MOST_SEQUENCES = 64
-"""Sequences that are decoded together at most: of many more, hardly a draft token each would fit into the rows of a
-step (`STEP_ROWS`), beyond which a pass is computed with another arithmetic."""
+"""The maximum number of sequences that are decoded together. A pass with more rows than a step (`STEP_ROWS`) is
+computed with another arithmetic. With many more sequences, hardly one draft token of each would fit into a step."""
 
 MOST_BLOCK_LENGTH = 256
-"""Tokens that a pass over the full cache may be asked to verify."""
+"""The maximum number of draft tokens in a verification."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What can be fixed by hand; `None` is planned, then adapted. Tokens throughout, but for `tiers`.
+    """Settings that can be set by hand. `None` means planned, then adapted. Sizes and lengths are in tokens.
 
     Raises:
-        UsageError: a value out of range.
+        UsageError: a value is out of range.
     """
 
     tiers: int = 3
+    """The number of tiers, 1 to 3. 3: a small model drafts, the target on its retrieval cache checks, the target on its
+    full cache verifies. 2: the same without the small model. 1: plain decoding on the full cache."""
     budget: int | None = None
+    """The size of the retrieval cache, at least one chunk."""
     chunk_size: int | None = None
+    """The size of a retrieval chunk, 1 to 512."""
     draft_length: int | None = None
+    """The number of draft tokens for a pass over the retrieval cache (γ1), 1 to 64."""
     block_length: int | None = None
+    """The number of draft tokens for a pass over the full cache (γ2), 1 to 256."""
     refresh: str | int = "auto"
+    """When the retrieval cache's chunks are chosen again; see `refresh_mode`."""
     resident: float | None = None
-    """GiB of the KV cache kept on each device."""
+    """GiB of the KV cache kept on each device; `None`: planned."""
     exact: str = "auto"
-    """Whether passes that decide about the text are padded (`kernels.selection.padded_rows`), so that in 16 bits too
-    the tokens do not depend on lengths and tiers: `on`, `off`, or `auto`, which is on on GPUs."""
+    """Whether passes that decide about the text are padded (`kernels.selection.padded_rows`). Then the tokens do not
+    depend on lengths and tiers in 16 bits either. `on`, `off`, or `auto`: on for GPUs."""
     lookup: bool = False
-    """Whether what occurred before is proposed as a draft, beside the draft model or without one."""
+    """Whether tokens are drafted by lookup, beside the draft model or without a draft model."""
     link_gbps: float | None = None
-    """Gigabytes a second that a link within host memory may carry, to try what a slower one does; `None`: any."""
+    """The maximum bandwidth of a link within host memory, in gigabytes a second, to imitate a slower link; `None`: no
+    maximum."""
     early_end: str | float = "auto"
-    """Where a draft ends before it has all its tokens: where the next token, and all before it, are less likely to be
-    accepted than this; `auto` follows from measured costs, and not where lengths are set by hand; `off` is nowhere."""
+    """A probability. A draft ends early if the next token, with all before it, is less likely than this to be accepted.
+    `auto`: the probability follows from measured costs, but no draft ends early if lengths are set by hand. `off`: no
+    draft ends early."""
     pack: str = "auto"
     """Whether keys and values in bfloat16 are packed, without loss: in saved contexts, and where they stream from host
-    memory or a disk. `on`, `off`, or `auto`: in contexts and on a disk where compiled kernels pack, in host memory (and
-    on a disk below it) where a GPU packs with Triton. Blocks are not packed whose tokens are no multiple of 64, as odd
-    chunk sizes have them."""
+    memory or a disk. `on`, `off` or `auto`. `auto` packs saved contexts if compiled kernels pack. On a GPU, it packs
+    blocks in host memory, and on a disk below it, if the GPU packs with Triton. On a CPU, it packs blocks on a disk if
+    compiled kernels pack. A block is never packed if its number of tokens is not a multiple of 64, as with unusual
+    chunk sizes."""
 
     host_memory: float | None = None
-    """GiB of host memory that a run may take, on each host; `None`: what is free. What of the KV cache exceeds it is on
-    a disk."""
+    """GiB of host memory that a run may take, on each host; `None`: the free memory. If the KV cache does not fit, the
+    rest is on a disk."""
 
     threads: int | None = None
-    """CPU threads that decode; `None`: PyTorch's number, and fewer while other processes take the cores."""
+    """The number of CPU threads that decode; `None`: PyTorch's number, and fewer while other processes take the cores.
+    """
 
     rope_scaling: str | None = None
-    """How the target's RoPE is scaled beyond what its checkpoint says: `yarn:FACTOR`, `yarn:FACTOR:ORIGINAL`."""
+    """A scaling of the target's RoPE beyond that of its checkpoint: `yarn:FACTOR` or `yarn:FACTOR:ORIGINAL`."""
 
     def __post_init__(self) -> None:
         if self.rope_scaling is not None:
@@ -95,33 +106,35 @@ class Settings:
 
     @property
     def given(self) -> dict[str, Any]:
-        """These settings as `Engine.load` takes them: `lookup` comes with the draft's name there."""
+        """These settings as arguments of `Engine.load`, where `lookup` is a part of `draft`."""
         return {name: value for name, value in vars(self).items() if name != "lookup"}
 
     def with_defaults(self, values: Mapping[str, int]) -> Settings:
-        """These settings, with `values` (by name) for what is left open."""
+        """These settings, with `values` (by name) for those that are left open."""
         return replace(self, **{name: value for name, value in values.items() if getattr(self, name) is None})
 
     @property
     def least_chance(self) -> float | None:
-        """`early_end` as a probability, 0 for nowhere; `None` where it follows from costs."""
+        """`early_end` as a probability; 0 if no draft ends early, `None` if it follows from costs."""
         if self.early_end == "auto":
             return None
         try:
             return 0.0 if self.early_end == "off" else float(self.early_end)
         except ValueError:
-            return float("nan")  # which no range has
+            return float("nan")  # it is in no range
 
     @property
     def planned_chunk_size(self) -> int:
+        """The chunk size in tokens, 8 if it is left open."""
         return self.chunk_size or 8
 
 
 def refresh_mode(refresh: str | int) -> str | int:
-    """When chunks are chosen anew: `auto`, `round`, `never`, or after so many rounds, which may come as text.
+    """When chunks are chosen again: `auto`, `round` (after every round), `never`, or after a number of rounds. The
+    number may be given as text.
 
     Raises:
-        UsageError: anything else, or a number below 1.
+        UsageError: the value is another one, or a number below 1.
     """
     mode = int(refresh) if isinstance(refresh, str) and refresh.isdecimal() else refresh
     if mode not in ("auto", "round", "never") and not (isinstance(mode, int) and mode >= 1):

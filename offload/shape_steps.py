@@ -1,6 +1,7 @@
-"""What the steps of speculation take for a model that is only a shape: random weights, keys and values that are zeros.
+"""Times the steps of speculation for a model's shape, with random weights, and keys and values that are zeros.
 
-A step's time does not depend on them. How many drafted tokens stand does, so that has to be assumed by who asks.
+The time of a step does not depend on weights, keys and values. The acceptance rate does, so the caller has to assume
+one.
 """
 
 from __future__ import annotations
@@ -35,11 +36,11 @@ from .transfer.link import make_link
 from .transfer.staged.block_file import DiskSpace
 
 ROOM = MOST_BLOCK_LENGTH + 8
-"""Tokens that a cache has room for besides the context: a step's rows, which are rolled back."""
+"""Tokens for which a cache has room beyond the context: the rows of a step, which are rolled back."""
 
 
 class RandomWeights:
-    """Stands for a `tp.weights.checkpoint.Checkpoint`: weights of the size that keeps activations finite."""
+    """Replaces a `tp.weights.checkpoint.Checkpoint`: random weights, scaled so that activations stay finite."""
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
         self.dtype, self.device = dtype, device
@@ -52,6 +53,7 @@ class RandomWeights:
         columns: slice | None = None,
         dtype: torch.dtype | None = None,
     ) -> Tensor:
+        """A random tensor of this shape, or the given rows and columns of it."""
         dtype = dtype or self.dtype
         if name.endswith("norm.weight"):
             return torch.ones(shape, dtype=dtype, device=self.device)
@@ -62,11 +64,11 @@ class RandomWeights:
         return torch.randn(parts, dtype=dtype, device=self.device) * shape[-1] ** -0.5
 
     def has(self, name: str) -> bool:
-        """Whether there is such a tensor beside those that a format always has: none."""
+        """Whether there is an optional tensor of this name: never."""
         return False
 
     def stored(self, name: str, *shape: int, dtypes: tuple[torch.dtype, ...]) -> Tensor:
-        """A tensor of a quantised matrix: any whole numbers, or scales that are all the same."""
+        """A tensor of a quantised matrix: random numbers, or scales that are all the same."""
         dtype, where = dtypes[0], self.device
         if dtype == torch.float8_e4m3fn:
             return torch.randn(shape, device=where).to(dtype)
@@ -81,41 +83,45 @@ class RandomWeights:
 
 @dataclass(frozen=True)
 class StepTimes:
-    """Seconds of each kind of step at one length of context, several measurements each."""
+    """Seconds of each kind of step at one context length, several measurements each."""
 
     context: int
+    """The context length in tokens."""
     plain: list[float]
-    """One row over the full cache: plain decoding."""
+    """A pass of 1 row over the full cache: plain decoding."""
     verify: list[float]
-    """`block_length` + 1 rows over it."""
+    """A pass of `block_length` + 1 rows over the full cache."""
     retrieval: list[float]
-    """`draft_length` + 1 rows over the retrieval cache."""
+    """A pass of `draft_length` + 1 rows over the retrieval cache."""
     draft: list[float]
     """A step of the small model; empty without one."""
     refresh: list[float]
-    """A new choice of the retrieval cache's chunks; where blocks stream without copying them, which the next pass over
+    """A refresh of the retrieval cache. If blocks stream, this excludes copying the chunks, which the next pass over
     the full cache does."""
     block_length: int
+    """The number of draft tokens for a pass over the full cache."""
     draft_length: int
-    """0 without a small model."""
+    """The number of draft tokens for a pass over the retrieval cache; 0 without a small model."""
     budget: int
+    """The size of the retrieval cache in tokens, at most the context."""
     resident_bytes: int
+    """Bytes of the resident blocks of the full cache."""
     read_bytes: int
-    """Keys and values that a pass over the full cache reads."""
+    """Bytes of keys and values that a pass over the full cache reads."""
     streamed_bytes: int
-    """Of them, what crosses the link."""
+    """The part of `read_bytes` that crosses the link."""
     disk_bytes: int
-    """Of them, what is read from a disk."""
+    """The part of `read_bytes` that is read from a disk."""
 
     def tbt_s(self, assumed: Assumptions) -> float:
-        """The time between tokens that the medians of these steps give: modelled, as `assumed` is."""
+        """The time between tokens in seconds, computed from the medians of these steps and the assumed acceptance."""
         draft_s = median(self.draft) if self.draft else 0.0
         token_s = seconds_per_token(self.draft_length, draft_s, median(self.retrieval), assumed.draft_acceptance)
         return seconds_per_token(self.block_length, token_s, median(self.verify), assumed.acceptance)
 
 
 class ShapeSteps:
-    """A pair of shapes on one device, whose steps can be timed."""
+    """A target and a draft, given by their shapes, on one device. Times their steps."""
 
     def __init__(
         self,
@@ -129,11 +135,11 @@ class ShapeSteps:
         make_capture: Callable[[torch.device], Capture | None] = capture_for,
     ) -> None:
         """Args:
-        context: the longest that will be measured.
-        make_capture: makes what captures steps; `None` where they are to run as they come.
+        context: the maximum context length that will be measured.
+        make_capture: makes the object that captures steps, or returns `None` to run steps without capture.
 
         Raises:
-            CapacityError: weights or the longest cache do not fit.
+            CapacityError: there is too little memory for the weights or for the longest cache.
         """
         self._request = RunRequest(target, draft, dtype, context + ROOM, settings)
         plan = plan_here(self._request, device, free_disk=DiskSpace(contexts_root()).free_bytes)
@@ -146,19 +152,19 @@ class ShapeSteps:
         self._request = replace(self._request, locks_embedding=host_locks_embeddings(self.target, self.draft))
         capture = make_capture(device)
         self.graphs = Graphs(capture)
-        """Of the steps, as an engine would replay them."""
+        """The captured passes of the steps, replayed as in an engine."""
         self._untimed = 1 + (capture.passes_before if capture else 1)
-        """Passes before those that are timed: the first, and the one that is captured."""
+        """The number of passes before the timed ones: those before the capture, and the captured one."""
         self._device = device
         self._kept = KeptCache(self.target, settings.link_gbps)
 
     @torch.inference_mode()
     def at(self, context: int, assumed: Assumptions) -> StepTimes:
-        """Every kind of step with so many tokens in the cache. Lengths that the settings leave open are those that
-        `assumed` and the measured steps make fastest.
+        """Times every kind of step with `context` tokens in the cache. If the settings leave a draft length open, the
+        length is chosen that is fastest by `assumed` and the measured steps.
 
         Raises:
-            CapacityError: there is not so much memory.
+            CapacityError: there is too little memory.
         """
         self._kept.end_all(broken=True)
         self._kept.forget_all()
@@ -176,7 +182,7 @@ class ShapeSteps:
         retrieval = RetrievalCache(
             full, self.target.rope, budget=plan.budget, chunk_size=plan.chunk_size, tail=plan.tail
         )
-        self._step(verifying, 1)  # the attention that chunks are chosen by
+        self._step(verifying, 1)  # computes the attention by which chunks are chosen
         retrieval.refresh()
         drafting = Passes(self.target, retrieval, self.graphs)
         draft: list[float] = []
@@ -198,7 +204,7 @@ class ShapeSteps:
         )  # fmt: skip
 
     def _length(self, passes: Passes, drafted: list[float], rate: float, planned: DraftTokens) -> int:
-        """The tokens to draft for one of `passes`, one of which takes `drafted` seconds."""
+        """The number of tokens to draft for a pass. `drafted` has measured seconds of drafting a token."""
         if not drafted:
             return 0
         if planned.fixed is not None:

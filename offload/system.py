@@ -1,6 +1,6 @@
-"""What the engine asks of the machine, handed in at `Engine.load(system=...)`: clock, waits, links, host memory, sizes.
+"""The engine's interface to the machine, given to `Engine.load(system=...)`: clock, waits, links, host memory, sizes.
 
-A test hands in another one: a clock that stands still, links and waits of a simulated GPU, a smaller ring.
+A test can give a substitute: a clock that stands still, links and waits of a simulated GPU, a smaller ring.
 """
 
 from __future__ import annotations
@@ -22,23 +22,25 @@ from .transfer.make import make_blocks
 
 @dataclass(frozen=True)
 class System:
-    """The machine, or what stands for it."""
+    """The machine, or a substitute for it in tests."""
 
     clock: Callable[[], float] = time.perf_counter
-    """Seconds; what passes, rounds and readings are timed with."""
+    """Returns the time in seconds. Passes, rounds and prefills are timed with it."""
     synchronize: Callable[[torch.device], None] = synchronize
     """Returns when a device has finished all work that was submitted to it."""
     make_link: Callable[[torch.device, float | None], Link] = make_link
-    """The link between host memory and a device, and on a CPU what it may carry, in gigabytes a second."""
+    """Makes the link between host memory and a device. The second argument is the maximum bandwidth of a CPU's link, in
+    gigabytes a second."""
     make_blocks: Callable[..., Blocks] = make_blocks
-    """Takes the memory for the blocks of a cache; see `transfer.make`."""
+    """Allocates the memory for the blocks of a cache; see `transfer.make`."""
     device_memory: Callable[[torch.device], DeviceMemory | None] = device_memory
-    """What is free on a device; `None` where the CPU computes."""
+    """The memory of a device and how much of it is free; `None` if the device is a CPU."""
     host: Host = HOST
-    """What streaming asks of the host."""
+    """The host functions that streaming uses."""
     limits: Limits = LIMITS
+    """The sizes that plans, caches and streaming blocks keep to."""
     wait_limit_s: float = WAIT_LIMIT_S
-    """How long a rank waits for the others inside a round or a slice of a prefill."""
+    """The maximum time in seconds that a rank waits for the others within a round or a slice of a prefill."""
 
 
 THIS_MACHINE = System()

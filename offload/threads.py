@@ -1,8 +1,8 @@
-"""How many CPU threads decode: all, or fewer while other processes take the cores.
+"""Chooses how many CPU threads decode: all, or fewer while other processes take the cores.
 
-OpenMP's threads wait for one another at the end of every parallel region, of which a token has hundreds. Where the
-system has given one thread's core to another process, all wait for milliseconds until it gets one back; with no more
-threads than free cores nobody waits. Results do not depend on the number.
+OpenMP's threads wait for one another at the end of every parallel region, and a token has hundreds of these regions. If
+the system has given one thread's core to another process, all threads wait for milliseconds until it gets a core back.
+With no more threads than free cores, no thread waits. Results do not depend on the number of threads.
 """
 
 from __future__ import annotations
@@ -20,45 +20,47 @@ import torch
 from ..tp.parallel.launch import usable_cores
 
 WINDOW = 0.05
-"""Seconds that are judged together, at least."""
+"""The minimum time in seconds of the rounds that are judged together."""
 
 LOST = 0.3
-"""Cores: threads that together were on so many fewer than they are, and were interrupted, may have lost them. A core
-that is idle but for so much is free."""
+"""A number of cores. If threads were interrupted and used this many cores fewer than there are threads, they may have
+lost cores. A core that is idle except for this share is free."""
 
 INTERRUPTS = 40.0
-"""A second, of all threads: fewer are the system's own."""
+"""Interrupts per second of all threads. The system itself causes fewer than these."""
 
 GAIN = 0.95
-"""Another number of threads is kept if a round takes at most this share of what it took before."""
+"""Another number of threads is kept if a round takes at most this share of the time that it took before."""
 
 FIRST_TRIAL, LAST_TRIAL = 1.0, 8.0
-"""Seconds until another number is tried again, at first, and at most: each trial that is not kept doubles them. More
-threads are tried only where cores are free: beside a busy process one round may take a second."""
+"""Seconds until another number is tried again: the first value and the maximum. Each trial that is not kept doubles
+them. More threads are tried only if cores are free: beside a busy process, one round may take a second."""
 
 
 @dataclass(frozen=True)
 class Usage:
-    """Readings of clocks that only go up."""
+    """Readings of counters that only go up."""
 
     seconds: float
-    """Of the clock on the wall."""
+    """Wall-clock time."""
     core_s: float
-    """On cores, of all threads of this process."""
+    """CPU time in seconds, of all threads of this process."""
     interrupts: int
     """How often the system took a core from a thread that could have gone on."""
 
     @classmethod
     def now(cls) -> Usage:
+        """The readings at this moment."""
         used = resource.getrusage(resource.RUSAGE_SELF)
         return cls(time.perf_counter(), used.ru_utime + used.ru_stime, used.ru_nivcsw)
 
     def since(self, before: Usage) -> Usage:
+        """The differences from the readings `before`."""
         return Usage(self.seconds - before.seconds, self.core_s - before.core_s, self.interrupts - before.interrupts)
 
 
 def idle_core_s() -> float:
-    """Seconds that the cores that this process may use were idle so far, together."""
+    """The total idle time in seconds so far, of the cores that this process may use."""
     cores = psutil.cpu_times(percpu=True)
     if hasattr(os, "sched_getaffinity"):
         usable = os.sched_getaffinity(0)
@@ -67,7 +69,7 @@ def idle_core_s() -> float:
 
 
 class DecodingThreads:
-    """Chooses the number of threads from how rounds went, and sets PyTorch's within `in_use` alone."""
+    """Chooses the number of threads from measurements of rounds. Sets PyTorch's number only within `in_use`."""
 
     def __init__(
         self,
@@ -79,28 +81,28 @@ class DecodingThreads:
         """Args:
         adapts: whether the number may change.
         usage: reads the clocks.
-        cores: how many this process may use.
+        cores: returns the number of cores that this process may use.
         idle: see `idle_core_s`.
         """
         self.most = torch.get_num_threads()
-        """When decoding began: as many as there are."""
+        """The maximum number of threads: PyTorch's number when decoding began."""
         self.number = self.most
-        """To decode with now."""
+        """The number of threads for the next round."""
         self._adapts = adapts and self.most > 1
         self._cores = max(cores(), self.most)
         self._usage, self._idle = usage, idle
-        self._idle_at: tuple[float, float] | None = None  # seconds on the wall, and idle ones, when it was looked last
-        self._window = Usage(0.0, 0.0, 0)  # what the rounds of this window took
-        self._rounds = 0  # of this window
-        self._before: tuple[int, float] | None = None  # number and seconds a round of what a trial is compared with
+        self._idle_at: tuple[float, float] | None = None  # wall-clock and idle seconds at the last reading
+        self._window = Usage(0.0, 0.0, 0)  # the usage of the rounds in this window
+        self._rounds = 0  # rounds in this window
+        self._before: tuple[int, float] | None = None  # threads and seconds per round before the trial in progress
         self._trial_in = FIRST_TRIAL
         self._waited_s = LAST_TRIAL  # since the last trial
         self.seconds = self.seconds_with_fewer = 0.0
-        """Of all rounds so far, and of those with fewer threads than all."""
+        """Seconds of all rounds so far, and of the rounds with fewer threads than the maximum."""
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
-        """Within, a round is computed, with `number` threads."""
+        """A context in which a round is computed with `number` threads."""
         if not self._adapts:
             yield
             return
@@ -127,7 +129,7 @@ class DecodingThreads:
             self._window, self._rounds = Usage(0.0, 0.0, 0), 0
 
     def _choose(self, window: Usage, round_s: float) -> None:
-        """Chooses the number of the next window, after one that was decoded with the present number."""
+        """Chooses the number of threads for the next window, after a window with the current number."""
         if self._before:
             number, before_s = self._before
             self._before = None
@@ -142,7 +144,7 @@ class DecodingThreads:
         used = window.core_s / window.seconds
         if self.number > 1 and used < self.number - LOST and window.interrupts > INTERRUPTS * window.seconds:
             if not waits or self.number < self.most:
-                others = self.number * self._cores / max(used, 1e-9) - self.number  # if all got the same share
+                others = self.number * self._cores / max(used, 1e-9) - self.number  # if all threads got the same share
                 self._try(max(1, min(self.number - 1, round(self._cores - others))), round_s)
         elif self.number < self.most:
             more = min(self.most, self.number + int(self._free_cores() + LOST))
@@ -150,7 +152,7 @@ class DecodingThreads:
                 self._try(more, round_s)
 
     def _free_cores(self) -> float:
-        """The cores that were idle since this was asked last."""
+        """The mean number of idle cores since the last call; 0 in the first call."""
         now, before = (self._usage().seconds, self._idle()), self._idle_at
         self._idle_at = now
         return 0.0 if before is None else (now[1] - before[1]) / max(now[0] - before[0], 1e-9)
@@ -161,7 +163,7 @@ class DecodingThreads:
 
     @property
     def warnings(self) -> list[str]:
-        """What there is to say of a run that had to do with fewer threads for most of its time."""
+        """A warning if most of the time was decoded with fewer threads than the maximum."""
         if self.seconds_with_fewer <= self.seconds / 2:
             return []
         share = self.seconds_with_fewer / self.seconds

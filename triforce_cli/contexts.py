@@ -62,7 +62,7 @@ def show(options: NameOptions, call: Call) -> None:
 
 
 def verify(options: NameOptions, call: Call) -> None:
-    """Checks every checksum of a saved context; exits 1 where one is wrong."""
+    """Checks every checksum of a saved context; exits 1 if one is wrong."""
     with JsonFile.prepare(options.json) as json_file:
         damaged = []
         with call.signals.interruptible():
@@ -79,7 +79,7 @@ def verify(options: NameOptions, call: Call) -> None:
 
 
 def remove(options: NameOptions, call: Call) -> None:
-    """Removes a saved context. What it shares with others stays theirs."""
+    """Removes a saved context. Files that it shares with other contexts are kept."""
     with JsonFile.prepare(options.json) as json_file:
         _user_store().remove(options.name)
         json_file.write({"removed": [options.name]})
@@ -87,7 +87,7 @@ def remove(options: NameOptions, call: Call) -> None:
 
 
 def prune(options: PruneOptions, call: Call) -> None:
-    """Removes contexts, the one used longest ago first, until all others take no more than --keep."""
+    """Removes contexts, the least recently used first, until the others take no more than --keep."""
     with JsonFile.prepare(options.json) as json_file:
         store = _user_store()
         removed = store.prune(options.keep)
@@ -156,7 +156,7 @@ def show_list(described: list[dict[str, Any]], store: ContextStore, console: Con
     print_table(console, _COLUMNS, described)
     quota = f" of {gib(store.most_bytes)} (TRIFORCE_CONTEXTS_MAX)" if store.most_bytes is not None else ""
     total = f"{gib(store.disk_bytes())}{quota} in {store.root}, {gib(store.free_bytes())} free"
-    print_lines(console, ["", f"{total}; what several share counts once"])
+    print_lines(console, ["", f"{total}; files that several contexts share count once"])
 
 
 def _column(title: str, cell: Callable[[dict[str, Any]], str], left: bool = False, damaged: str = "-") -> Column:
@@ -181,7 +181,7 @@ def _show_one(one: dict[str, Any], store: ContextStore) -> None:
     from rich.console import Console
 
     unfinished = "" if one["complete"] else f" of {one['planned_tokens']:,}; triforce read goes on from there"
-    place = "a user's message, which a question ends" if one["chat"] else "as it is"
+    place = "the beginning of a user's message, which a question completes" if one["chat"] else "the text alone"
     place = "a conversation, which a question continues" if one["conversation"] else place
     packed = f"{one['packed_segments']} of them packed" if one["packed_segments"] else "none packed"
     lines = [
@@ -211,7 +211,7 @@ app = typer.Typer(
     cls=_ListByDefault,
     rich_markup_mode="rich",
     no_args_is_help=False,
-    help="Lists, shows, checks and removes saved contexts (texts that [bold]triforce read[/] has read).",
+    help="Lists, shows, checks and removes saved contexts (KV caches on disk; [bold]triforce read[/] saves one).",
 )
 app.command("list")(command(ReportOptions, list_contexts))
 app.command("show")(command(NameOptions, show))

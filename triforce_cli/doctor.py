@@ -78,7 +78,7 @@ class Findings:
 
 
 def doctor(options: ReportOptions, call: Call) -> None:
-    """Says what this machine has (versions, processor, GPUs, memory), what is missing, and the command that adds it.
+    """Reports what this machine has (versions, processor, GPUs, memory), what is missing, and how to add it.
 
     Exits 1 if something that [cyan]triforce generate[/] needs is broken.
     """
@@ -188,13 +188,13 @@ def _check_page_locking(found: Findings, torch: Any) -> None:
     found.page_locking = {"tried_bytes": tried, "locked_bytes": size, "seconds": seconds}
     if not size:
         found.missing.append(
-            "page-locked host memory: the system locks none, so nothing streams to a GPU, and the KV cache has to fit "
-            "there; raise the limit: ulimit -l unlimited, in a container --ulimit memlock=-1"
+            "page-locked host memory: the system locks none, so nothing can stream to a GPU, and the KV cache must fit "
+            "into GPU memory; raise the limit: ulimit -l unlimited, in a container --ulimit memlock=-1"
         )
     elif size < tried:
         found.missing.append(
-            f"page-locked host memory: the system locks {gib(size)}; what streams beyond that is copied once more "
-            "within host memory on its way to a GPU; raise the limit: ulimit -l unlimited, in a container --ulimit "
+            f"page-locked host memory: the system locks only {gib(size)}; blocks beyond that are copied once more "
+            "within host memory on their way to a GPU; raise the limit: ulimit -l unlimited, in a container --ulimit "
             "memlock=-1"
         )
 
@@ -243,9 +243,9 @@ def check_links(
         device |= {"pcie": asdict(pcie) if pcie else None, "link": bandwidth, "peers": []}
         if pcie and (pcie.width < pcie.max_width or (bandwidth and pcie.generation < pcie.max_generation)):
             found.missing.append(
-                f"CUDA device {index} runs at {pcie}: what streams to it takes longer by as much; another slot may "
-                "give it all lanes, or firmware settings the generation (a second slot often has fewer lanes, or "
-                "shares them with a disk; the board's manual tells)"
+                f"CUDA device {index} runs at {pcie}: streaming to it takes longer by the same factor; another slot "
+                "may give it all lanes, or firmware settings its generation (a second slot often has fewer lanes, or "
+                "shares them with a disk; see the board's manual)"
             )
     devices = {device["index"]: device for device in found.cuda}
     for pair in gpu_links.gpu_pairs(list(devices), torch.cuda.can_device_access_peer):
@@ -277,7 +277,7 @@ def _check_kernels(found: Findings) -> None:
     if not kernels_loaded:
         found.missing.append(
             "compiled CPU kernels (several times faster where models run on an x86-64 processor): they were not built, "
-            f"or from other sources than these; with GCC 10 or newer installed, {_REINSTALL}"
+            f"or were built from other sources than these; with GCC 10 or newer installed, {_REINSTALL}"
         )
 
 
@@ -293,7 +293,9 @@ def _few_bits(found: Findings, torch: Any) -> dict[str, str]:
     words = {"formats": formats, "cpu": _few_bits_on_cpu()}
     if found.cuda:
         fused = "triton" in usable_packages(torch.device("cuda", found.cuda[0]["index"]))
-        words["gpu"] = "made in the product, by Triton" if fused else "expanded before each product"
+        words["gpu"] = (
+            "dequantised inside the matrix product, by Triton" if fused else "dequantised before each product"
+        )
     return words
 
 
@@ -305,11 +307,11 @@ def _few_bits_on_cpu() -> str:
     except ValueError:  # TRIFORCE_CPU_LEVEL has no such level
         level = Level.NONE
     if level >= Level.AVX512_BF16:
-        return "made in the product in bfloat16, expanded before it in float32"
+        return "dequantised inside the matrix product in bfloat16, before it in float32"
     if level >= Level.AVX2:
-        blocks = "of GGUF's blocks but Q8_0 and Q4_0"
-        return f"made in the product in bfloat16 and, {blocks}, in float32; else expanded before it"
-    return "expanded before each product"
+        blocks = "for GGUF blocks other than Q8_0 and Q4_0"
+        return f"dequantised inside the matrix product in bfloat16 and, {blocks}, in float32; else before it"
+    return "dequantised before each product"
 
 
 def _check_embedded(found: Findings, torch: Any) -> None:
@@ -341,7 +343,7 @@ def describe(found: Findings) -> str:
         sizes = f"{gib(device['free_bytes'])} free of {gib(device['total_bytes'])}"
         rows[f"CUDA device {device['index']}"] = f"{device['name']}, {sizes}"
         parts = (f"{_NOT_PLANNED[part]} {gib(size)}" for part, size in device["not_planned_bytes"].items() if size)
-        rows[f"  left free on {device['index']}"] = ", ".join([*parts, "captured passes (as triforce plan says)"])
+        rows[f"  left free on {device['index']}"] = ", ".join([*parts, "captured passes (see triforce plan)"])
         rows[f"  link of {device['index']}"] = _link_in_words(device["pcie"], device["link"])
     pairs = [
         GpuPair(device["index"], peer["index"], peer["access"], peer["transport"])
@@ -364,15 +366,21 @@ def describe(found: Findings) -> str:
     rows["compiled kernels"] = found.compiled_kernels or "none; plain PyTorch instead"
     if found.few_bits:
         rows["few bits"] = f"weights in {found.few_bits['formats']}"
-        rows["few bits on CPU"] = f"numbers are {found.few_bits['cpu']}"
+        rows["few bits on CPU"] = f"weights are {found.few_bits['cpu']}"
         if "gpu" in found.few_bits:
-            rows["few bits on GPU"] = f"numbers are {found.few_bits['gpu']}"
+            rows["few bits on GPU"] = f"weights are {found.few_bits['gpu']}"
     rows["embedded model"] = "installed, and it loads" if found.embedded_pair else "does not load"
     lines = [f"{label:<18}{value}".rstrip() for label, value in rows.items()]
     for title, entries in (("broken", found.broken), ("missing, optional", found.missing)):
         if entries:
             lines += ["", f"{title}:", *(f"  {entry}" for entry in entries)]
-    return "\n".join([*lines, "", "something needed is broken" if found.broken else "triforce generate can run here"])
+    return "\n".join(
+        [
+            *lines,
+            "",
+            "something that triforce generate needs is broken" if found.broken else "triforce generate can run here",
+        ]
+    )
 
 
 def _link_in_words(pcie: dict[str, int] | None, bandwidth: dict[str, float] | None) -> str:
@@ -383,7 +391,7 @@ def _link_in_words(pcie: dict[str, int] | None, bandwidth: dict[str, float] | No
         if pcie["width"] < 16:
             words[0] += f", below x16{', all that this card has' if pcie['width'] == pcie['max_width'] else ''}"
         if not bandwidth and pcie["generation"] < pcie["max_generation"]:
-            words[0] += " now (a card that has nothing to do lowers the generation)"
+            words[0] += " now (an idle card lowers its generation)"
     if bandwidth:
         words.append(
             f"measured {bandwidth['in_gb_per_s']:.1f} GB/s to the GPU, {bandwidth['out_gb_per_s']:.1f} GB/s back"

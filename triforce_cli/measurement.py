@@ -40,9 +40,9 @@ T = TypeVar("T")
 QUESTION_TOKENS = 32
 """Tokens at the end of the prompt of each sequence of a batch that differ from those of the others."""
 
-REPEAT = option(MEASURING, whole(1, "R"), "Runs of each kind; medians are shown.")
+REPEAT = option(MEASURING, whole(1, "R"), "Number of runs of each kind; medians are shown.")
 
-NEW_TOKENS = "Tokens of each answer, which is written to the full length."
+NEW_TOKENS = "Tokens of each answer. Every answer has exactly this length."
 """The help of `--max-new-tokens`."""
 
 

@@ -41,8 +41,9 @@ class ModelRow:
 
 
 def models(options: ReportOptions, call: Call) -> None:
-    """Lists the models that have a short name, what each needs, and whether this machine has it. Nothing is downloaded.
+    """Lists the presets (models with a short name), the memory that each needs, and whether it fits and is downloaded.
 
+    Downloads nothing.
     Any other model is given as a directory or by its name on the hub: [cyan]triforce generate --model OWNER/NAME[/].
     """
     with JsonFile.prepare(options.json) as json_file:

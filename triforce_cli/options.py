@@ -42,7 +42,7 @@ from .parameters import (
 )
 
 MEASURING, PROMPT, MACHINE, SAMPLING, OUTPUT = "Measuring", "Prompt", "Model and machine", "Sampling", "Output"
-SPECULATION = "Speculation (auto: chosen for this machine and adapted while running; the cache as published)"
+SPECULATION = "Speculation (auto: chosen for this machine, and adapted during the run)"
 HARDWARE, ASSUMED, SERVING = "Hardware", "Assumed", "Serving"
 _GROUPS = (MEASURING, SERVING, PROMPT, MACHINE, HARDWARE, SAMPLING, SPECULATION, ASSUMED, OUTPUT)
 """As `--help` shows them."""
@@ -178,33 +178,34 @@ TARGET = option(
 DTYPE = option(
     MACHINE,
     choice("auto", "float32", "bfloat16", "float16"),
-    "Number format of weights and KV cache; auto is the checkpoint's. Only in float32 is greedy text certain to be the "
-    "same for all lengths and tiers: in 16 bits near-ties may round either way.",
+    "Number format of weights and KV cache; auto is the checkpoint's. In float32, greedy text is the same for all "
+    "draft lengths and tiers. In 16 bits, it may differ at near-ties, unless the run is exact (--exact).",
 )
 DEVICE = option(MACHINE, choice("auto", "cpu", "cuda"), "Where to compute; auto is CUDA if there is a GPU.")
 CONTEXT = option(
     PROMPT,
     NAME,
-    "Start from a text that [bold]triforce read[/] has saved: no prompt file is needed, and nothing is read again.",
+    "Start from a text that [bold]triforce read[/] has saved. No prompt file and no new prefill are needed.",
 )
 TEMPLATE_ARG = option(
     PROMPT,
     KEY_VALUE,
-    "A variable for the model's chat template, such as enable_thinking=false; the value is JSON, else a text. May be "
-    "repeated.",
+    "A variable for the model's chat template, such as enable_thinking=false. The value is read as JSON if possible, "
+    "else as text. May be repeated.",
     "--template-arg",
 )
 GPUS = option(
     MACHINE,
     whole(1),
-    "GPUs that share the model (tensor parallelism); with --device cpu, so many processes. Under torchrun, its ranks.",
+    "Number of GPUs that share the model (tensor parallelism). With --device cpu: number of processes. Under torchrun, "
+    "its ranks share the model.",
 )
 ASKED = "A question or an instruction, put after the text through the model's chat template if it has one."
 ASK = option(PROMPT, TEXT, ASKED)
 TRUNCATE = option(
     PROMPT,
     choice("error", "head", "tail", "middle"),
-    "Which part of a text that is too long for the model to drop (never the question); error refuses it.",
+    "Part of the text to drop if it is too long for the model; error refuses the text. The question is never cut.",
 )
 SAMPLING_OPTIONS = {
     "temperature": option(SAMPLING, real("T"), "Softmax temperature; 0 is greedy decoding."),
@@ -214,8 +215,9 @@ SAMPLING_OPTIONS = {
     "seed": option(
         SAMPLING,
         SEED,
-        "Random seed, a whole number, also below 0. The same seed gives the same tokens, whatever drafts them. "
-        "Default: drawn at random; a little more of the draft is accepted then, but the text cannot be reproduced.",
+        "Random seed: a whole number, which may be negative. The same seed gives the same tokens with any draft; in 16 "
+        "bits, only if the run is exact (--exact). Default: random. Slightly more draft tokens are accepted then, but "
+        "the text cannot be reproduced.",
     ),
 }
 """Every field of `Sampling`."""
@@ -224,69 +226,76 @@ SETTINGS_OPTIONS = {
     "threads": option(
         MACHINE,
         AUTO_OR_THREADS,
-        "CPU threads to compute with, in each process; auto is OMP_NUM_THREADS, else all cores, and decodes with fewer "
-        "while other programs take the cores.",
+        "CPU threads of each process. auto: OMP_NUM_THREADS, else all cores; decoding uses fewer while other programs "
+        "take the cores.",
     ),
     "pack": option(
         MACHINE,
         choice("auto", "on", "off"),
-        "Keep keys and values in bfloat16 in three quarters of their bytes, without loss: in saved contexts, and where "
-        "they stream from host memory or a disk. auto does so where compiled kernels do it, but not in a CPU's own "
-        "memory.",
+        "Store bfloat16 keys and values in three quarters of their bytes, without loss: in saved contexts, and where "
+        "they stream from host memory or a disk. auto: if compiled kernels can do it, except in host memory if a CPU "
+        "computes.",
     ),
     "host_memory": option(
         MACHINE,
         AUTO_OR_GIB,
-        "GiB of host memory to take, for all GPUs or processes of a host together; auto is what is free. What of the "
-        "KV cache exceeds it is kept on the disk of the saved contexts, and read from there in every pass.",
+        "Maximum host memory in GiB, for all GPUs or processes of a host together. auto: the free memory. The part of "
+        "the KV cache that exceeds it is kept on the disk of the saved contexts, and read from there in every pass.",
     ),
     "rope_scaling": option(
         MACHINE,
         ROPE_SCALING,
-        "Scale the model's RoPE, for more positions than its checkpoint has: yarn:4 is YaRN to four times as many, "
-        "yarn:4:32768 to four times 32,768. It changes the model; its card says whether it is made for that.",
+        "Scale the model's RoPE for more positions than its checkpoint has. yarn:4 is YaRN to four times as many, "
+        "yarn:4:32768 to four times 32,768. This changes the model; the model card says whether it is made for this.",
     ),
-    "budget": option(SPECULATION, AUTO_OR_TOKENS, "Size of the retrieval cache, in tokens."),
+    "budget": option(
+        SPECULATION,
+        AUTO_OR_TOKENS,
+        "Size of the retrieval cache, in tokens. auto: as published for the preset, else chosen by the context length.",
+    ),
     "chunk_size": option(
         SPECULATION,
         AUTO_OR_TOKENS,
-        "Retrieval chunk size, in tokens: positions that are scored and chosen together.",
+        "Number of positions that are scored and chosen together for the retrieval cache. auto: as published for the "
+        "preset, else 8.",
     ),
     "draft_length": option(
-        SPECULATION, AUTO_OR_TOKENS, "Tokens that the small model drafts for one pass on the retrieval cache (γ1)."
+        SPECULATION, AUTO_OR_TOKENS, "Tokens that the small model drafts for one pass over the retrieval cache (γ1)."
     ),
     "block_length": option(
-        SPECULATION, AUTO_OR_TOKENS, "Tokens drafted for one pass on the full cache, which verifies them (γ2)."
+        SPECULATION, AUTO_OR_TOKENS, "Tokens drafted for one pass over the full cache, which verifies them (γ2)."
     ),
     "resident": option(
         SPECULATION,
         AUTO_OR_GIB,
-        "GiB of the full KV cache to keep on each GPU; the rest streams from host memory. auto keeps what fits. On a "
-        "CPU auto keeps all; with a number the rest streams through a thread, to try streaming without a GPU.",
+        "GiB of the full KV cache to keep on each GPU; the rest streams from host memory. auto: as much as fits. On a "
+        "CPU, auto keeps everything; with a number, the rest streams through a thread, to test streaming without a "
+        "GPU.",
     ),
     "refresh": option(
         SPECULATION,
         REFRESH,
-        "When the retrieval cache is filled anew: every round, every N rounds, or never; auto: every round while "
-        "that costs next to nothing, else when acceptance drops, or some rounds later.",
+        "When the chunks of the retrieval cache are chosen again: every round, every N rounds, or never. auto: every "
+        "round while this takes hardly any time, else when acceptance drops, or some rounds later.",
     ),
     "early_end": option(
         SPECULATION,
         EARLY_END,
-        "End a draft early where the next token, with all before it, is less likely than P to be accepted; auto: "
-        "where it is not worth its time, unless lengths are set; off: nowhere.",
+        "End a draft early if the probability that its next token and all tokens before it are accepted is below P. "
+        "auto: if a further token is not worth its time, unless draft lengths are set. off: never.",
     ),
     "exact": option(
         SPECULATION,
         choice("auto", "on", "off"),
-        "Pad passes that decide about the text to a fixed number of rows, so that tokens do not depend on lengths "
-        "and tiers in 16 bits either; auto does so on GPUs, where it should cost next to nothing.",
+        "Pad the passes that decide about the text to a fixed number of rows. The tokens then do not depend on draft "
+        "lengths and tiers in 16 bits either. auto: on for GPUs, where it should cost hardly any time; off for CPUs.",
     ),
     "tiers": option(
         SPECULATION,
         choice("1", "2", "3"),
-        "3: a small model drafts, the model on its retrieval cache checks, the model on its full cache verifies; "
-        "2: the same without the small model; 1: plain decoding on the full cache.",
+        "3: a small model drafts; the model tests these tokens on its retrieval cache, then verifies the accepted ones "
+        "on its full cache. 2: no small model; the model drafts on its retrieval cache. 1: plain decoding on the full "
+        "cache.",
     ),
 }
 """Fields of `Settings` (of which --draft says `lookup`)."""
@@ -309,10 +318,11 @@ class ModelOptions(ReportOptions):
         option(
             MACHINE,
             DRAFT,
-            "The small model that drafts tokens, given like --model; [bold]none[/] runs two tiers without one; "
-            "[bold]lookup[/] drafts what followed the last words when they came before, [bold]D,lookup[/] both; "
-            "[bold]mtp[/] is the model's own multi-token-prediction head (Qwen3-Next, Qwen3.5). "
-            "Default: the preset's own, else none.",
+            "The small model that drafts tokens, given like --model. [bold]none[/]: no small model, two tiers. "
+            "[bold]lookup[/]: copies the tokens that followed the same words earlier in the text. "
+            "[bold]D,lookup[/]: both. "
+            "[bold]mtp[/]: the model's own multi-token-prediction head (Qwen3-Next, Qwen3.5). "
+            "Default: the preset's draft, else none.",
         ),
     ] = None
     dtype: Annotated[str, DTYPE] = "auto"
@@ -342,8 +352,8 @@ class TextOptions(RunOptions):
         option(
             PROMPT,
             FILE,
-            "Text file to read; [bold]-[/] is stdin. Without it and --prompt: the log book of a harbour, made up here; "
-            "generate asks three questions about it, and --seed S is another log.",
+            "Text file; [bold]-[/] is stdin. If no text is given, a built-in one is used: the invented log book of a "
+            "harbour. generate asks three questions about it, and its --seed S selects another log.",
         ),
     ] = None
     prompt: Annotated[str | None, option(PROMPT, TEXT, "The text itself, instead of a file.")] = None
@@ -362,6 +372,11 @@ class AnsweringOptions(RunOptions):
     context: Annotated[str | None, CONTEXT] = None
     template_args: Annotated[list[Any] | None, TEMPLATE_ARG] = None
     max_sequences: Annotated[
-        int, option(MACHINE, whole(1), "Answers that are written at a time, at most; as many as memory holds.")
+        int,
+        option(
+            MACHINE,
+            whole(1),
+            "Maximum number of answers that are generated at the same time; fewer if memory does not suffice.",
+        ),
     ] = 8
     max_new_tokens: Annotated[int, new_tokens(1, "Maximum number of tokens of an answer.")] = 256

@@ -39,7 +39,7 @@ SETTINGS = "threads", "pack", "host_memory", "resident", "rope_scaling"
 
 EPILOG = """[bold]Examples[/]
 
-  A book, and then questions about it, at any time:
+  Prefill a book, and ask about it at any later time:
   [cyan]triforce read anna_karenina.txt --as anna[/]
   [cyan]triforce generate --context anna --ask "Who is Levin?"[/]
 
@@ -61,11 +61,11 @@ class ReadOptions(ReportOptions):
         option(PROMPT, NAME, "The name of the context. Default: the first file's name without its ending.", "--as"),
     ] = None
     system: Annotated[
-        str | None, option(PROMPT, TEXT, "A system message before the text, which becomes part of the context.")
+        str | None, option(PROMPT, TEXT, "A system message before the text. It becomes part of the context.")
     ] = None
     raw: Annotated[
         bool,
-        flag("--raw", PROMPT, "Save the text alone: not as the beginning of a user's message by the chat template."),
+        flag("--raw", PROMPT, "Save the text alone, not as the beginning of a user's message in the chat template."),
     ] = False
     template_args: Annotated[list[Any] | None, TEMPLATE_ARG] = None
     model: Annotated[str, TARGET] = EMBEDDED
@@ -85,10 +85,10 @@ class ReadOptions(ReportOptions):
 
 
 def read(options: ReadOptions, call: Call) -> None:
-    """Reads a text once and saves its keys and values as a context, from which answers start at once.
+    """Prefills a text once and saves its KV cache as a context. Answers start from it without a new prefill.
 
-    Interrupted, killed or out of disk space, the same command goes on where it was.
-    A context holds the text in readable form; only its owner can read its files.
+    If the command is interrupted, killed or out of disk space, the same command goes on where it stopped.
+    A context contains the text in readable form; only its owner can read its files.
     """
     from ..offload.contexts.home import user_store
     from .ranks import starts_or_follows
@@ -171,7 +171,7 @@ def _read(options: ReadOptions, name: str, text: str, directory: Path, json_file
             print_note(warning)
     json_file.write(describe(contexts.store, name) | {"read_tokens": missing, "read_s": seconds})
     done = f"read {missing:,} tokens in {seconds:.1f} s" if missing else "nothing to read: all of it was saved already"
-    print_note(f"{done}; ask it with: triforce generate --context '{name}'{_model_options(options)} --ask TEXT")
+    print_note(f"{done}; ask about it with: triforce generate --context '{name}'{_model_options(options)} --ask TEXT")
     engine.finish()
     engine.close()
 

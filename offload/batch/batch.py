@@ -1,4 +1,4 @@
-"""Sequences that are decoded together, with what each brought: a run whose requests are known, or added by hand."""
+"""Sequences that are decoded together: a run whose requests are given at the start or added by the caller."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from .sequence_setup import SequenceSetup
 
 
 class Batch(Iterator[tuple[int, Round]]):
-    """Sequences in progress. Iterate over it for rounds, each with the index of its sequence; `sequences` are current
-    at any time, `stats()` gives the JSON. Of several ranks all iterate to its end."""
+    """Sequences in progress. Iterating over the batch yields rounds, each with the index of its sequence. `sequences`
+    are current at any time. `stats()` returns the JSON. On several ranks, every rank iterates to the end."""
 
     def __init__(
         self,
@@ -31,8 +31,8 @@ class Batch(Iterator[tuple[int, Round]]):
         system: System = THIS_MACHINE,
     ) -> None:
         """Args:
-        on_prefill: called with a sequence's index and the share of its prefill that is done, 0 to 1.
-        graphs, interrupted, on_memory: see `Run`.
+        on_prefill: called with the index of a sequence and the finished share of its prefill, 0 to 1.
+        order, setup, graphs, interrupted, on_memory, system: see `Run`.
         """
 
         sequences: list[BatchSequence] = []
@@ -52,7 +52,7 @@ class Batch(Iterator[tuple[int, Round]]):
         self._setup, self._clock = setup, system.clock
 
     def _take_in(self, *ended: BatchSequence) -> None:
-        """Takes note of those that have joined, on a rank that is told of them by rank 0."""
+        """Adds sequences that have joined to `sequences`, on ranks above 0, where rank 0 announces them."""
         if self._setup.target.ranks.rank:
             self.sequences += [one for one in dict.fromkeys((*self.run.live, *ended)) if one not in self.sequences]
 
@@ -64,7 +64,7 @@ class Batch(Iterator[tuple[int, Round]]):
         raise StopIteration
 
     def add(self, request: Request) -> int:
-        """Has a further sequence join before the next round; its index. For rank 0."""
+        """Adds a sequence that joins before the next round. Returns its index. For rank 0."""
         target = self._setup.target
         if target.ranks.rank == 0:
             order = Order.or_error(request, target.config, self._setup.contexts)
@@ -96,11 +96,11 @@ class Batch(Iterator[tuple[int, Round]]):
 
     @property
     def warnings(self) -> list[str]:
-        """What the batch had to do without so far, a line each."""
+        """The warnings of the batch and its sequences so far, one line each."""
         return self.run.warnings + [line for sequence in self.sequences for line in sequence.warnings]
 
     def document(self, index: int) -> dict[str, Any]:
-        """The JSON of a sequence so far."""
+        """The JSON so far of the sequence with this index."""
         return self.sequences[index].document(self.lengths, self.warnings)
 
     def stats(self) -> dict[str, Any]:

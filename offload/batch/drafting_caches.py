@@ -1,4 +1,4 @@
-"""The caches that a sequence's drafts come from, which may outlive it."""
+"""The caches from which a sequence's drafts come. They may outlive the sequence."""
 
 from __future__ import annotations
 
@@ -12,18 +12,19 @@ from ..held import Held
 
 @dataclass(eq=False)
 class DraftingCaches:
-    """What the drafting tiers have of a sequence. Its memory stays where it is, so that the next sequence that goes on
-    in the same full cache takes it over, with all that was captured."""
+    """The caches and passes of the drafting tiers for one sequence. Their memory does not move, so the next sequence
+    that reuses the same full cache can take them over, with the captured passes."""
 
     sizes: dict[str, int]
-    """What `retrieval` was made with."""
+    """The sizes with which `retrieval` was made, by the name of its argument."""
     retrieval: RetrievalCache
     streaming: StreamingCache | None
+    """The draft's streaming cache, if there is one."""
     passes: dict[str, Passes]
-    """By the name of the tier."""
+    """The passes, by the name of the tier."""
 
     def begin_anew(self, shared: int) -> None:
-        """Forgets the tokens behind the first `shared` ones, and all chunks."""
+        """Forgets all tokens after the first `shared` ones, and all chunks."""
         self.retrieval.begin_anew()
         if self.streaming:
             self.streaming.rollback(shared)

@@ -1,5 +1,7 @@
-"""The full caches of an engine: of sequences that run, and of those that have ended, as long as memory allows, so that
-a follow-up question finds its book there already, and a next turn what was said."""
+"""The full caches of an engine: those of running sequences and, while memory allows, those of ended sequences.
+
+So a follow-up question reuses the cache of its book. The next turn of a conversation reuses that of the earlier turns.
+"""
 
 from __future__ import annotations
 
@@ -26,40 +28,42 @@ from ..transfer.staged.block_file import DiskSpace
 from .drafting_caches import DraftingCaches
 
 _MORE_ON_DISK = 1.25
-"""Sequences that are decoded together, or room for longer runs, may push so many times as much of a text to a disk as
-one sequence alone does."""
+"""The maximum factor by which several sequences, or room for longer runs, may increase the bytes of a text on a disk,
+compared with one sequence alone."""
 
 LEFT_FREE = 1 / 2
-"""Of the host memory that is free: what stays so beside caches of sequences that have ended, unless it is set by hand
-how much may be taken. Other programs live there, and whoever is to come wants memory, too."""
+"""The share of the free host memory that stays free beside caches of ended sequences, unless the memory to take is set
+by hand. Other programs and later sequences need memory too."""
 
 
 @dataclass(eq=False)
 class KnownText:
-    """Tokens whose keys and values a full cache holds."""
+    """A text whose keys and values a full cache holds."""
 
     full: FullCache
     tokens: list[int]
-    """Prompt and answer so far. As many of them as the cache holds are in it. Empty where only its memory is of use."""
+    """Prompt and answer so far. The cache holds the first `full.length` of them. Empty if only the memory of the cache
+    is of use."""
     prompt_tokens: int
+    """The number of tokens in the prompt."""
     in_use: bool = True
-    """Whether its sequence has not ended."""
+    """Whether the text's sequence has not ended."""
 
     def builds_on(self, other: KnownText) -> bool:
-        """Whether its first tokens are in the other's cache."""
+        """Whether the first tokens of this text are in the other text's cache."""
         return other.full in self.full.holders[:-1]
 
     def start_behind(self, other: KnownText) -> int:
-        """Where what it takes from the other's cache ends; 0 where that is nothing."""
+        """The number of leading tokens that this text takes from the other text's cache; 0 if it takes none."""
         holders = self.full.holders
         return holders[holders.index(other.full) + 1].start if self.builds_on(other) else 0
 
 
 class KeptCache:
-    """The full caches there are, with the tokens whose keys and values they hold.
+    """All full caches, with the tokens whose keys and values they hold.
 
-    Those of sequences that have ended are dropped, the one used last the latest, where a sequence that begins would be
-    refused beside them, or more of it would be in host memory or on a disk.
+    Caches of ended sequences are dropped if a new sequence would not fit beside them, or if more of it would be in host
+    memory or on a disk. The least recently used cache is dropped first.
     """
 
     def __init__(
@@ -69,39 +73,40 @@ class KeptCache:
         system: System = THIS_MACHINE,
         draft: Decoder | None = None,
     ) -> None:
-        """Args: `draft` is another model on the same device, if there is one."""
+        """Args: `draft` is the draft model on the same device, if there is one."""
         self._decoder, self._link_gbps, self._system, self._draft = decoder, link_gbps, system, draft
         self.others: WeakSet[Holder] = WeakSet()
-        """Who else holds tensors on the device: sequences, while they are decoded."""
+        """Other objects that hold tensors on the device: sequences, while they are decoded."""
         self.folder: Path | None = None
-        """Where what exceeds host memory is kept; `None`: beside the user's saved contexts."""
+        """The folder for blocks that exceed host memory; `None`: beside the user's saved contexts."""
         self.room = 0
-        """Tokens that a new cache has room for beyond a run's, where that changes nothing else: a longer run after it
-        then need not move anything."""
+        """Further tokens for which a new cache has room beyond its run's, if that changes nothing else. A longer run
+        can then use the cache without moving anything."""
         self.moved = 0
         """Bytes of caches on this rank that have left the device so far because memory there became short."""
-        self._texts: list[KnownText] = []  # the one used last is the last
-        self._made: WeakSet[FullCache] = WeakSet()  # all caches there are, known or not
+        self._texts: list[KnownText] = []  # the least recently used first
+        self._made: WeakSet[FullCache] = WeakSet()  # all caches that exist, known as texts or not
         self._link: Link | None = None
         self.drafting: DraftingCaches | None = None
-        """Of the sequence that has ended last, until another one of its run is opened."""
+        """The drafting caches of the sequence that ended last, until another sequence of its run is opened."""
 
     @property
     def caches(self) -> list[FullCache]:
-        """All that are known, the one used last is the last; what they share with others may be in these alone."""
+        """The caches of all known texts, the least recently used first. A cache that they share may be known through
+        them only."""
         return [text.full for text in self._texts]
 
     @cached_property
     def disk(self) -> DiskSpace:
-        """Where blocks of the cache are that exceed host memory."""
+        """The disk space for blocks that exceed host memory."""
         return DiskSpace(self.folder or contexts_root(), self._system.host)
 
     def traffic(self) -> Traffic:
-        """What crossed the link, or was read from the disk, so far."""
+        """The traffic over the link, and from and to the disk, so far."""
         return (self._link.traffic() if self._link else Traffic()) + self.disk.traffic()
 
     def start_threads(self) -> None:
-        """Starts what works beside computation; a GPU's link has no threads."""
+        """Starts the threads of the link and the disk. A GPU's link has no threads."""
         if self._decoder.device.type == "cpu":
             self._make_link()
         self.disk.start_threads()
@@ -111,8 +116,8 @@ class KeptCache:
             self._link = self._system.make_link(self._decoder.device, self._link_gbps)
 
     def rotate_for(self, prompt_length: int) -> None:
-        """Has keys rotated for a prompt of so many tokens; what caches hold is forgotten where that differs. Nobody
-        runs."""
+        """Sets the rotation of keys for a prompt of this length. If the rotation differs from before, the caches' texts
+        are forgotten. Only while no sequence runs."""
         if self._decoder.rope.begin(prompt_length):
             self.drafting = None
             for text in self._texts[:-1]:
@@ -121,12 +126,12 @@ class KeptCache:
                 self._empty(text)
 
     def find(self, prompt: list[int], most: int | None = None, *, whole: bool = False) -> tuple[KnownText | None, int]:
-        """The text whose cache holds the most of a prompt that a run may take over, and how many tokens of it; of those
-        that hold as much one in use, as it costs no memory to share it, else the one that holds the least besides.
+        """The text from whose cache a run may take over the most tokens of a prompt, and the number of these tokens.
+        Among equals, it is a text in use, as sharing it costs no memory; else the text with the shortest cache.
 
         Args:
-            most: tokens that may be taken over; `None`: any number.
-            whole: whether nothing is to be shared with others.
+            most: the maximum number of tokens to take over; `None`: any number.
+            whole: whether nothing is to be shared with other sequences.
         """
         most = reusable(prompt) if most is None else min(most, reusable(prompt))
         alike = self.common_lengths(prompt)
@@ -138,10 +143,10 @@ class KeptCache:
         return (texts[best], found[best][0]) if best is not None and found[best][0] else (None, 0)
 
     def common_lengths(self, prompt: list[int]) -> dict[FullCache, int]:
-        """How many tokens a prompt and each known text begin with alike, by the text's cache. What several texts share
-        is compared once."""
+        """For each known text, by its cache: the number of leading tokens that it has in common with a prompt. Tokens
+        that several texts share are compared once."""
         found: dict[FullCache, int] = {}
-        compared: dict[FullCache, tuple[int, int]] = {}  # with the first tokens in a cache: how many, and how many fit
+        compared: dict[FullCache, tuple[int, int]] = {}  # by cache: how many tokens were compared, how many are equal
         for text in self._texts:
             prefix, start = text.full.prefix, text.full.start
             known, alike = compared.get(prefix, (0, 0)) if prefix else (0, 0)
@@ -155,13 +160,13 @@ class KeptCache:
         return found
 
     def _shared(self, text: KnownText, prompt: list[int], most: int) -> int:
-        """How many tokens of a prompt can be taken over from a text, of the `most` that they begin with alike."""
+        """How many tokens of a prompt can be taken over from a text, of the `most` leading tokens in common."""
         full = text.full
         tokens = min(full.length, most)
         if not text.in_use:
             tokens = full.reachable(tokens)
-            return tokens if tokens > full.start else 0  # else another has as many
-        # What was generated was computed with other tiles than a prompt.
+            return tokens if tokens > full.start else 0  # else another text has as many
+        # Only of the prompt: generated tokens were computed with other tiles.
         tiling, lengths = self._decoder.tiling, (len(prompt), text.prompt_tokens)
         tokens, found = min(tokens, text.prompt_tokens), -1
         while tokens != found or tokens % full.chunk_size:
@@ -171,8 +176,8 @@ class KeptCache:
         return tokens
 
     def can_be_taken_over(self, text: KnownText | None) -> bool:
-        """Whether there is a text whose cache can be taken over: its sequence has ended, and none that runs builds on
-        it."""
+        """Whether the cache of a text can be taken over: its sequence has ended, and no running sequence builds on it.
+        `False` for `None`."""
         return (
             text is not None and not text.in_use and not any(one.in_use and one.builds_on(text) for one in self._texts)
         )
@@ -185,15 +190,16 @@ class KeptCache:
         shared: int = 0,
         on_memory: Callable[[float], None] | None = None,
     ) -> tuple[FullCache, RunPlan]:
-        """A full cache with room for the request's tokens, and the plan of the run: that of `text`, which is free, with
-        `shared` tokens of the prompt in it already, or one in its place.
+        """Returns a full cache with room for the request's tokens, and the plan of the run. With `text`, whose sequence
+        has ended, it is the text's cache or a replacement for it, and holds the first `shared` tokens of the prompt.
 
-        Every rank calls it, and all decide alike: they agree on the memory there is. `on_memory`: see `StreamedBlocks`.
+        Every rank calls it. All ranks decide alike, as they agree on the available memory. `on_memory`: see
+        `StreamedBlocks`.
 
         Raises:
-            CapacityError: there is not so much memory.
+            CapacityError: there is too little memory.
         """
-        if text is None:  # one whose memory is of use, if there is one
+        if text is None:  # a cache whose memory can be reused, if there is one
             text = next((one for one in self._texts if not one.in_use and not one.tokens), None)
         elif text.full.prefix:
             streams = not text.full.prefix.all_on_device
@@ -214,20 +220,20 @@ class KeptCache:
         if old and old.prefix:
             with suppress(CapacityError):
                 return self.beside(prompt, request, text, shared)
-            old, request = None, replace(request, shared=0, shared_streams=False)  # or its memory would stay taken
-            return self.prepare(prompt, request, on_memory=on_memory)  # in place of both there may be memory
+            old, request = None, replace(request, shared=0, shared_streams=False)  # else its memory would stay taken
+            return self.prepare(prompt, request, on_memory=on_memory)  # there may be memory in place of both
         asked, request = request, self._with_room(request, plan, text)
         if request is not asked:
             plan = self._plan(request, replaces=text)
         if old:
             beside = self._plan(request, replaces=None)
-            more = beside.disk_kv > plan.disk_kv  # every pass would read it, for as long as the cache is kept
+            more = beside.disk_kv > plan.disk_kv  # every pass would read these blocks while the cache is kept
             if shared and beside.fits and beside.placement.streams != old.blocks.all_on_device and not more:
                 plan = beside  # the shared tokens move while both are there
             else:
-                plan.check()  # or it would be dropped for nothing
+                plan.check()  # else the cache would be dropped for nothing
                 self._drop(text)
-                text = old = None  # before its memory is looked for
+                text = old = None  # frees its memory before memory is looked for
                 plan = self._plan(request, replaces=None)
                 if not plan.fits and request is not asked:
                     request, plan = asked, self._plan(asked, replaces=None)
@@ -237,11 +243,11 @@ class KeptCache:
                 break
             except CapacityError:
                 before, alone = plan, old is None
-                self._drop(text)  # its memory may do, though not beside it
+                self._drop(text)  # there may be memory in its place, though not beside it
                 text = old = None
                 plan = self._plan(request, replaces=None)
                 if alone and (not plan.fits or plan.resident_kv >= before.resident_kv):
-                    raise  # else others have taken memory since it was planned
+                    raise  # otherwise, others have taken memory since the plan was made
         if text and old:
             self._retire(text, shared)
             builders = {holder for full in self.caches for holder in full.holders if holder.prefix is old}
@@ -262,15 +268,15 @@ class KeptCache:
         *,
         whole: bool = False,
     ) -> tuple[FullCache, RunPlan]:
-        """Another full cache than those there are, and the plan of its memory; none of it is on a disk. Of `shared`
-        tokens that the cache of `text` holds it begins with those that can be, and has copies of the others. Every rank
-        calls it.
+        """Returns a further full cache, beside the existing ones, and the plan of its memory. None of it is on a disk.
+        Of the `shared` tokens in the cache of `text`, it shares those that can be shared, and copies the others. Every
+        rank calls it.
 
-        Args: `whole` is whether it has copies of all that is the text's own: what it holds is to be saved, or nobody
-            else runs, and passes over a cache in one piece are faster.
+        Args: `whole` is whether to copy all tokens that are the text's own. Set it if the tokens are to be saved, or if
+            no other sequence runs: passes over a cache in one piece are faster.
 
         Raises:
-            CapacityError: there is not so much memory.
+            CapacityError: there is too little memory.
         """
         superseded = takes_over(text, shared) and self.can_be_taken_over(text)
         prefix, start = self._prefix(text, shared, whole=superseded or whole) if text else (None, 0)
@@ -282,7 +288,7 @@ class KeptCache:
             try:
                 cache = self._make(plan, prefix=prefix)
                 break
-            except CapacityError:  # others have taken memory since it was planned
+            except CapacityError:  # others have taken memory since the plan was made
                 droppable = self._droppable(text)
                 if not droppable:
                     raise
@@ -294,9 +300,10 @@ class KeptCache:
         return self._known(cache, prompt), plan
 
     def _prefix(self, text: KnownText, shared: int, *, whole: bool) -> tuple[FullCache | None, int]:
-        """The cache that another one can begin with where it shares so many tokens with a text, and with how many.
+        """The cache that a new cache can share if it has `shared` tokens in common with a text, and how many of its
+        tokens. `None` and 0 if there are none to share.
 
-        Args: `whole` is whether the text's own tokens are all to be copied.
+        Args: `whole` is whether to copy all of the text's own tokens.
         """
         full, rows = text.full, self._decoder.tiling.tail_rows
         start = full.start if whole else shared // rows * rows
@@ -307,15 +314,15 @@ class KeptCache:
         return (full, start) if start > 0 else (None, 0)
 
     def _known(self, full: FullCache, tokens: list[int]) -> FullCache:
-        """Takes note of a cache whose sequence begins with these tokens."""
+        """Records a cache, with the tokens that its sequence begins with, and returns it."""
         self._texts.append(KnownText(full, tokens, len(tokens)))
         return full
 
     def end(self, tokens: list[int], drafting: DraftingCaches | None = None) -> None:
-        """Takes note that the sequence of these tokens, the very list, has ended; what it has read and written is there
-        to go on from.
+        """Records that a sequence has ended. Later sequences can reuse its keys and values. `tokens` must be the
+        sequence's own list, not an equal one.
 
-        Args: `drafting`: its, if that stays.
+        Args: `drafting`: the sequence's drafting caches, if they stay.
         """
         self.drafting = drafting
         for text in [text for text in self._texts if text.tokens is tokens]:
@@ -323,20 +330,20 @@ class KeptCache:
             text.full.end_run()
             self._texts.remove(text)
             self._texts.append(text)
-            self._drop_builders(text, text.full.length)  # it may be shorter than what it was taken over from
+            self._drop_builders(text, text.full.length)  # it may be shorter than the text it was taken over from
             if text.full.length <= text.full.start:
                 self._empty(text)
 
     def take_drafting(self, full: FullCache) -> DraftingCaches | None:
-        """What the drafting tiers had of the sequence that has ended last, if this is its full cache; from here on it
-        belongs to whoever asks."""
+        """Returns the drafting caches of the sequence that ended last, if `full` is its full cache. They are not kept
+        here any longer."""
         found, self.drafting = self.drafting, None
         return found if found and found.retrieval.source is full else None
 
     def end_all(self, *, broken: bool) -> None:
-        """Takes note that all sequences have ended.
+        """Records that all sequences have ended.
 
-        Args: `broken` is whether a pass was broken off: the newest tokens of a streamed cache may be half done.
+        Args: `broken` is whether a pass was interrupted. The newest tokens of a streamed cache may then be incomplete.
         """
         in_use = [text for text in self._texts if text.in_use]
         passed = [one for one in self._texts if any(one is text or text.builds_on(one) for text in in_use)]
@@ -347,7 +354,7 @@ class KeptCache:
                 self._empty(text)
 
     def _empty(self, text: KnownText) -> None:
-        """Has only the memory of a text that has ended be of use: it is the first to be dropped."""
+        """Forgets the tokens of an ended text. Its memory can be reused. Its cache is the first to be dropped."""
         if text.full.prefix:
             self._drop(text)
             return
@@ -357,50 +364,51 @@ class KeptCache:
         self._texts.insert(0, text)
 
     def _drop_builders(self, text: KnownText, length: int) -> None:
-        """Drops who builds on more of a text than so many tokens."""
+        """Drops the texts that build on more than the first `length` tokens of a text."""
         for one in [one for one in self._texts if one.start_behind(text) > length]:
             self._drop(one)
 
     def forget(self, tokens: list[int]) -> None:
-        """Sees to it that nobody goes on from what the sequence of these tokens, the very list, has read or written."""
+        """Drops the cache of a sequence, so that it is not reused. `tokens` must be the sequence's own list."""
         for text in [text for text in self._texts if text.tokens is tokens]:
             self._drop(text)
 
     def forget_all(self) -> None:
-        """Drops all caches of sequences that have ended."""
+        """Drops the caches of all ended sequences."""
         for text in [text for text in self._texts if not text.in_use]:
             self._drop(text)
 
     def _droppable(self, text: KnownText | None) -> list[KnownText]:
-        """The caches that are not needed, the one used last the latest: not of `text`, nor of who builds on it."""
+        """The texts whose caches are not needed, the least recently used first. Needed are the caches of running
+        sequences and of `text`, and all caches that these build on."""
         needed = [one for one in self._texts if one.in_use or one is text]
         holders = {holder for one in needed for holder in one.full.holders}
         return [one for one in self._texts if one.full not in holders]
 
     def _oldest(self, text: KnownText | None) -> KnownText | None:
-        """Of those that are not needed the one that is to go first: nobody builds on it."""
+        """The text to drop first, of those that are not needed: no other of them builds on it."""
         droppable = self._droppable(text)
         built_on = {holder for one in droppable for holder in one.full.holders[:-1]}
         return next((one for one in droppable if one.full not in built_on), None)
 
     def _make_way(self, request: RunRequest, text: KnownText | None, *, beside: bool) -> KnownText | None:
-        """Drops caches that are not needed, the one used last the latest, until the others do not change whether such a
-        run fits, and where its keys and values are. Every rank calls it.
+        """Drops caches that are not needed, the least recently used first. It stops when the remaining ones change
+        neither whether the run fits nor where its keys and values are placed. Every rank calls it.
 
         Args: `text` is needed: it is to be taken over, or the run is to have a cache `beside` it.
 
         Returns:
-            What is to be taken over: the text, or, if there is none, one whose memory a run can be given as it is.
+            The text to take over: `text`, or, if it is `None`, a text whose memory the run can use as it is, if any.
 
         Raises:
-            CapacityError: without them all there would not be so much memory; none is dropped.
+            CapacityError: even without all of these caches, there would be too little memory. None is dropped.
         """
         spare, on_disk = self._droppable(text), not beside
         if not spare:
             return text
         best = self._plan(request, replaces=None if beside else text, without=spare, on_disk=on_disk)
         if beside or not text or not (text.full.prefix or text.full.capacity >= request.context):
-            best.check()  # else its memory is there
+            best.check()  # else the text's cache is large enough
         while oldest := self._oldest(text):
             found = self._plan(request, replaces=None if beside else text, on_disk=on_disk)
             if self._is_as_good(found, best):
@@ -413,35 +421,38 @@ class KeptCache:
         return text
 
     def _is_as_good(self, plan: RunPlan, best: RunPlan) -> bool:
-        """Whether what has ended can stay beside a run with this plan, where without it there would be the best one."""
+        """Whether the caches of ended sequences can stay: `plan`, made with them, is as good as `best`, made without
+        them, and leaves enough host memory free (`LEFT_FREE`)."""
         free, all_free = plan.request.host_bytes or 0, best.request.host_bytes or 0
         leaves = plan.request.settings.host_memory is not None or free - plan.host_total >= LEFT_FREE * all_free
         return plan.fits and leaves and (plan.placement, plan.budget) == (best.placement, best.budget)
 
     def _retire(self, text: KnownText, shared: int) -> None:
-        """Has a text be another one, which goes on from its first `shared` tokens: who builds on more is dropped."""
+        """Removes a text that another text replaces, which shares its first `shared` tokens. Texts that build on more
+        are dropped."""
         self._drop_builders(text, shared)
         self._texts.remove(text)
 
     @contextmanager
     def _taking(self, text: KnownText) -> Iterator[None]:
-        """Within, what a text holds is moved or rolled back; if that fails, nobody is to build on it any more."""
+        """A context in which the cache of a text is moved or rolled back. If that fails, all texts that build on it are
+        dropped."""
         try:
             yield
         except BaseException:
-            self.drafting = None  # which would hold the cache
+            self.drafting = None  # it would hold the cache
             self._drop_builders(text, 0)
             raise
 
     def _make(
         self, plan: RunPlan, *, prefix: FullCache | None = None, on_memory: Callable[[float], None] | None = None
     ) -> FullCache:
-        """An empty cache as planned.
+        """Makes an empty cache as planned.
 
         Raises:
-            CapacityError: there is not so much memory.
+            CapacityError: there is too little memory.
         """
-        self.drafting = None  # its memory is planned with
+        self.drafting = None  # the plan counts its memory as free
         plan.check()
         decoder, placement = self._decoder, plan.placement
         if placement.streams:
@@ -456,23 +467,23 @@ class KeptCache:
                 windows = WindowBlocks(part, **where, chunk_size=plan.chunk_size, limits=limits)
                 states = States.of(part, **where, rows=plan.state_rows)
         except CapacityError as error:
-            error.__traceback__ = error.__cause__ = error.__context__ = None  # which hold what was taken
+            error.__traceback__ = error.__cause__ = error.__context__ = None  # they hold the allocated memory
             failure = error
         reasons = decoder.ranks.gather(str(failure) if failure else None)
         short = next((rank for rank, reason in enumerate(reasons) if reason is not None), None)
         if blocks is None or windows is None or short is not None:
-            blocks = windows = states = None  # or the error would hold them
+            blocks = windows = states = None  # else the error would hold them
             try:
                 raise failure or CapacityError(f"rank {short}: {reasons[short or 0]}")
             finally:
-                failure = None  # or the error and this frame would hold each other, and the frames of who catches it
+                failure = None  # else the error and this frame would hold each other, and the frames that catch it
         sizes = {"chunk_size": plan.chunk_size, "step_rows": limits.step_rows, "start": plan.request.shared}
         made = FullCache(part, decoder.rope, blocks, **sizes, prefix=prefix, windows=windows, states=states)
         self._made.add(made)
         return made
 
     def _with_room(self, request: RunRequest, plan: RunPlan, text: KnownText | None) -> RunRequest:
-        """`request`, or one for more tokens, if they fit and lie where those of its `plan` do."""
+        """`request`, or a request for `room` more tokens, if they fit and are placed like those of `plan`."""
         most = min(request.context + self.room, self._decoder.config.max_position_embeddings)
         if most <= request.context:
             return request
@@ -482,9 +493,9 @@ class KeptCache:
         return larger if found.fits and as_planned else request
 
     def _going_on(self, cache: FullCache, plan: RunPlan) -> RunPlan | None:
-        """The plan of a run in a cache that was made for another one, where `plan` is what would be made for it now;
-        `None` if the cache does not leave a GPU what the run takes beside it, but for `Limits.free_varies`. Blocks
-        leave for host memory that has room for them, if they have to and that is enough. Every rank calls it."""
+        """The plan of a run that reuses a cache of an earlier run; `plan` is that of a new cache. `None` if the cache
+        leaves too little GPU memory for the run, by more than `Limits.free_varies`. If moving blocks to spare host
+        memory is needed and enough, they are moved. Every rank calls it."""
         request, blocks = plan.request, cache.blocks
         going_on = make_plan(request, blocks.placement)
         if request.gpu_bytes is None or request.gpu_total_bytes is None:
@@ -501,16 +512,16 @@ class KeptCache:
         return make_plan(request, blocks.placement) if moved >= -left else None
 
     def make_room(self, caches: Iterable[FullCache], needed: Callable[[], int]) -> None:
-        """Drops caches that are not needed, and has blocks of these leave, where a GPU has fewer bytes free than are
-        `needed`, as far as host memory has room for them. Every rank calls it, and the one with the least memory
-        counts."""
+        """Makes room on a GPU that has fewer free bytes than are `needed`. Drops caches that are not needed, then moves
+        blocks of `caches` to host memory, as far as it has room. Every rank calls it. The rank with the least memory
+        decides."""
         holders = dict.fromkeys(holder.blocks for cache in caches for holder in cache.holders)
         ranks = self._decoder.ranks
         may = bool(self._droppable(None)) or any(blocks.footprint.spare for blocks in holders)
         if not may and ranks.size == 1:
             return
         found = self._system.device_memory(self._decoder.device)
-        if found is None or ranks.least([int(not may)])[0]:  # where one did not pack, a rank has more left to move
+        if found is None or ranks.least([int(not may)])[0]:  # ranks may differ: one whose blocks did not pack has more
             return
         (left,) = ranks.least([found.free - needed()])
         while left < 0 and (oldest := self._oldest(None)):
@@ -523,15 +534,15 @@ class KeptCache:
                 self.moved, left = self.moved + moved, left + moved
 
     def fits(self, request: RunRequest) -> bool:
-        """Whether there is memory for such a run, in place of all that has ended, with hardly more on a disk than its
-        first sequence has there alone. Every rank calls it."""
+        """Whether there is memory for a run if all ended sequences give theirs back. On a disk, it may have hardly more
+        than its first sequence alone would have there. Every rank calls it."""
         plan = self._plan(request, replaces=None, without=self._droppable(None))
         return plan.fits and (
             not plan.disk_kv or plan.disk_kv <= _MORE_ON_DISK * make_plan(replace(plan.request, sequences=1)).disk_kv
         )
 
     def planned_alone(self, request: RunRequest) -> RunPlan:
-        """The plan of a run as this rank alone sees the memory that is free."""
+        """The plan of a run with the memory that is free on this rank."""
         free_disk, memory = self.disk.free_bytes, self._system.device_memory
         held = self._held_by_part()
         return plan_here(request, self._decoder.device, held=held, free_disk=free_disk, device_memory=memory)
@@ -544,13 +555,12 @@ class KeptCache:
         without: Sequence[KnownText] = (),
         on_disk: bool = True,
     ) -> RunPlan:
-        """The plan of a run whose weights are loaded, with the memory there is, that of the cache it `replaces`
-        included, and of those that it is to be `without`; what exceeds host memory may be on a disk, unless it says
-        otherwise."""
+        """The plan of a run whose weights are loaded. Available memory includes that of the cache it `replaces`, and of
+        the texts in `without`. Blocks that exceed host memory may be on a disk, unless `on_disk` is `False`."""
         decoder = self._decoder
         stays = {holder for text in self._texts if text not in without for holder in text.full.holders}
         given_back = [replaces.full] if replaces else []
-        # With those that nobody else begins with, and that are not known as texts any more.
+        # Includes shared caches that are not known as texts any more, if no other text begins with them.
         given_back += dict.fromkeys(one for text in without for one in text.full.holders if one not in stays)
         blocks, idle = [cache.blocks for cache in given_back], [self.drafting] if self.drafting else []
         on_host = self._system.device_memory(decoder.device) is None
@@ -573,8 +583,8 @@ class KeptCache:
 
     @property
     def memory_bytes(self) -> int:
-        """What full caches take in the memory of device and host, of sequences that run and of those that have
-        ended; on a CPU without what no token has come to yet."""
+        """Bytes that full caches take in the memory of device and host, of running and ended sequences. On a CPU,
+        memory that no token has touched yet is not counted."""
         on_cpu, found = self._decoder.device.type == "cpu", 0
         for one in {holder for cache in self.caches for holder in cache.holders}:
             placement = one.blocks.placement
@@ -584,15 +594,15 @@ class KeptCache:
         return found
 
     def _held_by_part(self) -> dict[str, int]:
-        """What is held on the device, by part. Where the CPU computes a plan asks for the models' own alone."""
+        """Bytes held on the device, by part. If the CPU computes, only those of the models: a plan needs no others."""
         if self._system.device_memory(self._decoder.device) is None:
             return bytes_by_part(one for holder in (self._decoder, self._draft) if holder for one in holder.held())
         holders = self._decoder, self._draft, self, *self.others
         return bytes_by_part(one for holder in holders if holder for one in holder.held())
 
     def held(self) -> Held:
-        """See `offload.held`: of all caches that are known, and what the drafting tiers had of the sequence that has
-        ended last."""
+        """See `offload.held`: the tensors of all known caches, and of the drafting caches of the sequence that ended
+        last."""
         for cache in self.caches:
             for holder in cache.holders:
                 yield from holder.held()
@@ -600,36 +610,37 @@ class KeptCache:
             yield from self.drafting.held()
 
     def _drop(self, text: KnownText | None) -> None:
-        """Gives a cache's memory back, and that of those that have ended and build on it."""
-        if text not in self._texts:  # it went with another
+        """Frees the cache of a text, and the caches of ended texts that build on it."""
+        if text not in self._texts:  # it was dropped with another text
             return
         for one in [one for one in self._texts if one is text or (not one.in_use and one.builds_on(text))]:
-            with suppress(LinkError):  # of what is not wanted any more
+            with suppress(LinkError):  # the copied data is not needed any more
                 one.full.blocks.drain()
-            self._system.synchronize(self._decoder.device)  # a pass that was broken off may have copies under way
+            self._system.synchronize(self._decoder.device)  # an interrupted pass may have copies in progress
             self._texts.remove(one)
             if self.drafting and self.drafting.retrieval.source is one.full:
                 self.drafting = None
-            del one.full  # whoever has the text still is not to have its memory
+            del one.full  # others may still hold the text, but not its memory
 
 
 def takes_over(text: KnownText | None, shared: int) -> bool:
-    """Whether a prompt goes on from a text that it shares so many tokens with: little else of it would be lost."""
+    """Whether a prompt takes over the cache of a text: it shares at least half of the tokens in the cache, so little
+    else would be lost."""
     return text is not None and 2 * shared >= text.full.length
 
 
 _COMPARED = 4096
-"""Tokens that are compared together, which is faster than one by one."""
+"""The number of tokens that are compared together, which is faster than one by one."""
 
 
 def common_length(some: list[int], others: list[int], known: int = 0) -> int:
-    """How many tokens both begin with, of which the first ones are `known` to be alike."""
+    """The number of leading tokens that both have in common. The first `known` tokens are known to be equal."""
     shortest = min(len(some), len(others))
     for first in range(known, shortest, _COMPARED):
         stop = min(first + _COMPARED, shortest)
         if some[first:stop] == others[first:stop]:
             continue
-        while stop - first > 1:  # the first one that differs is among these
+        while stop - first > 1:  # the first different token is among these
             middle = (first + stop) // 2
             if some[first:middle] == others[first:middle]:
                 first = middle
@@ -640,7 +651,7 @@ def common_length(some: list[int], others: list[int], known: int = 0) -> int:
 
 
 def reusable(prompt: Sequence[int]) -> int:
-    """How many tokens of a prompt need not be read again where they are known. The last ones are: from the last one's
-    logits the first new token is drawn, and from the attention of `RECENT_ROWS` chunks are chosen, as after a reading
-    of the whole prompt."""
+    """The maximum number of tokens of a prompt that a run can reuse. The last `RECENT_ROWS` tokens are always read: the
+    first new token is drawn from the logits of the last one, and chunks are chosen by the attention of all of them, as
+    after a prefill of the whole prompt."""
     return max(0, len(prompt) - RECENT_ROWS)

@@ -1,5 +1,7 @@
-"""The prefill of a sequence: what is saved of its prompt is restored, the rest computed, in slices between which the
-rounds of other sequences may go on."""
+"""The prefill of a sequence: restores saved tokens of its prompt and computes the others.
+
+It works in slices. Between two slices, other sequences may have rounds.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,7 @@ from .sequence import ActiveSequence, BatchSequence
 T = TypeVar("T")
 
 _CHECKS_S = 0.5
-"""Seconds between two checks whether a prompt is still wanted, while nobody else runs."""
+"""Seconds between two checks whether a prompt is still wanted, while no other sequence runs."""
 
 
 class ReadingError(Exception):
@@ -36,10 +38,10 @@ class ReadingError(Exception):
 
 
 def on_all_ranks(target: Decoder, system: System, act: Callable[[], T]) -> T:
-    """What `act` gives, if it gives something on every rank. Every rank calls it.
+    """Calls `act` and returns its result, if it succeeds on every rank. Every rank calls it.
 
     Raises:
-        ReadingError: it failed on one.
+        ReadingError: `act` failed on a rank.
     """
     try:
         with shortage_explained(target.device, system.device_memory):
@@ -67,39 +69,40 @@ class Reading:
         self.sequence, self._system = sequence, system
         self.began = system.clock()
         self.seconds = 0.0
-        """What it has taken so far; rounds between its slices are not counted."""
+        """Seconds of the prefill so far, without rounds between its slices."""
         self._slices = slices
         self._logits = torch.empty(0)  # [1, vocab_size], once the prompt is read
-        self._slice_s: float | None = None  # mean of the last slices that were timed
-        self._last = 0  # how many these were
+        self._slice_s: float | None = None  # mean seconds of the slices of the last call
+        self._last = 0  # the number of these slices
         self._granted_s = 0.0
 
     def grant(self, seconds: float) -> None:
-        """Lets it take that much time: as much as the round before took, so that TBT at most doubles."""
+        """Allows the prefill to take `seconds`, the time of the last round. So TBT at most doubles."""
         self._granted_s += seconds
 
     @property
     def due(self) -> int:
-        """The slices that are expected to fit into the time granted so far; one, before any was timed."""
+        """The number of slices that are expected to fit into the granted time; 1 before any slice was timed."""
         return 1 if self._slice_s is None else max(0, int(self._granted_s / self._slice_s))
 
     @property
     def due_alone(self) -> int:
-        """The slices until it is checked whether the prompt is still wanted, while nobody else runs: at most twice as
-        many as last time, as they may take much longer than those."""
+        """The number of slices until the next check whether the prompt is still wanted, while no other sequence runs.
+        At most twice the last number, as these slices may take much longer than the last ones."""
         return 1 if self._slice_s is None else max(1, min(int(_CHECKS_S / self._slice_s), 2 * self._last))
 
     def close(self, *, keeps: bool) -> None:
-        """Ends it where it is.
+        """Ends the prefill at once.
 
-        Args: `keeps` is whether the tokens that every layer holds by now stay in the full cache: nothing has failed.
+        Args: `keeps` is whether the tokens that every layer holds stay in the full cache. Only if nothing has failed.
         """
         self._slices.close()
         if keeps:
             self.sequence.active.full.break_off()
 
     def go_on(self, count: int) -> bool:
-        """Computes `count` further slices, or fewer where others of another kind follow; whether the prompt is read."""
+        """Computes `count` further slices, or fewer if slices of another kind follow. Returns whether the prompt is
+        read."""
         began, done, whole, changes = self._system.clock(), 0, False, False
         try:
             while done != count and not changes:
@@ -109,7 +112,7 @@ class Reading:
             self._logits, whole = end.value, True
         if not whole:
             blocks = self.sequence.active.full.blocks
-            blocks.drain()  # or the next round would wait for what these slices have started, and be timed with it
+            blocks.drain()  # else the next round would wait for the copies of these slices, and be timed with them
             self._system.synchronize(blocks.device)
         spent = self._system.clock() - began
         self.seconds += spent
@@ -130,7 +133,7 @@ class Reading:
         opened = self.sequence.active
         samplers, logits = [opened.sampler], self._logits
         if opened.matcher:
-            logits = logits.clone()  # without what the grammar forbids
+            logits = logits.clone()  # forbidden tokens are masked in the copy
             forbid(logits, [opened], [()], "verify", logits.shape[1])
         weights = distributions(logits, samplers, [1])
         (token,) = draw(weights, samplers, [1], [len(opened.context)]).tolist()
@@ -140,8 +143,8 @@ class Reading:
 
 
 def forward_in_parts(target: Decoder, full: FullCache, token_ids: list[int], num_logits: int) -> Tensor:
-    """`Decoder.forward` of all tokens behind those in `full`, in as many passes as a prompt is read in, but for the
-    last `num_logits`, which are in one."""
+    """`Decoder.forward` of all tokens after those in `full`, in the same parts as a prefill. The last `num_logits`
+    tokens are in one pass. Returns their logits `[num_logits, vocab_size]`."""
     for end in target.tiling.prefill_stops(full.length, len(token_ids)):
         if end <= len(token_ids) - num_logits:
             part = to_device(token_ids[full.length : end], target.device)
@@ -152,15 +155,15 @@ def forward_in_parts(target: Decoder, full: FullCache, token_ids: list[int], num
 def slices_of(
     target: Decoder, sequence: BatchSequence, report: Callable[[float], None] | None, system: System = THIS_MACHINE
 ) -> Generator[bool, None, Tensor]:
-    """Restores what is saved of the prompt and computes the rest, in parts, so that each can be saved; the logits
-    `[1, vocab_size]` after its last token. Between slices, whether those to come are of another kind, of which it is
-    not known yet how long they take.
+    """Restores the saved tokens of a prompt and computes the others, in parts, so that each part can be saved. Yields
+    between slices; `True` if slices of another kind follow, whose time is not known yet. Returns the logits
+    `[1, vocab_size]` after the last token.
 
-    Args: `report` is called with the share of it that is done, 0 to 1.
+    Args: `report` is called with the finished share of the prefill, 0 to 1.
 
     Raises:
-        ReadingError: it cannot be computed.
-        ContextError: it could not be saved, where that is required.
+        ReadingError: the prompt cannot be computed.
+        ContextError: saving is required and failed.
     """
     full, saved = sequence.active.full, sequence.active.saved
     if saved:
@@ -193,15 +196,15 @@ def slices_together(
     report: Callable[[BatchSequence, float], None],
     system: System = THIS_MACHINE,
 ) -> list[Generator[bool, None, Tensor]]:
-    """`slices_of` each of several sequences whose prompts are computed in one pass. The slices of the first one must
-    come first: they compute those of all. Where that fails, each is computed by itself.
+    """`slices_of` for each of several sequences whose prompts are computed in one pass. The slices of the first
+    sequence must be taken first: they compute all prompts. If that fails, each prompt is computed by itself.
 
     Args:
         read: computes the pass; see `Tier.read`.
-        report: called with each sequence and the share of its prompt that is computed.
+        report: called with each sequence and the finished share of its prefill, 0 to 1.
 
     Raises:
-        ReadingError: as `slices_of` does.
+        ReadingError: see `slices_of`.
     """
     found: list[Tensor] = []
 
@@ -212,7 +215,7 @@ def slices_together(
                 for _ in one.saved.begin(one.full) if one.saved else ():
                     pass
             found.extend(read(opened).clone().split(1))
-        except Exception:  # of all: whose it was is found by reading them one by one
+        except Exception:  # reading the prompts one by one shows which sequence fails
             for one in opened:
                 one.full.break_off()
 
@@ -228,13 +231,13 @@ def slices_together(
 
 
 def _pausing(go_on: Callable[[], Tensor | None], full: FullCache, tokens: int) -> Generator[bool, None, Tensor]:
-    """The slices of a pass over so many `tokens`, between which other sequences' passes may attend to what `full`
-    shares with them.
+    """The slices of a pass over so many `tokens`. Between them, passes of other sequences may attend to the blocks that
+    `full` shares with them.
 
-    Args: `go_on` computes the next one, and gives the logits of the last.
+    Args: `go_on` computes the next slice, and returns the logits with the last slice, else `None`.
     """
     pausable = full.pausable(tokens)
-    go_on()  # which takes memory, and hardly any time
+    go_on()  # it allocates memory, and takes hardly any time
     while (logits := go_on()) is None:
         if pausable:
             paused = full.pause()
@@ -244,7 +247,7 @@ def _pausing(go_on: Callable[[], Tensor | None], full: FullCache, tokens: int) -
 
 
 def _next(slices: Generator[None, None, Tensor]) -> Tensor | None:
-    """Computes the next slice; what the last one gives."""
+    """Computes the next slice. Returns the logits after the last slice, else `None`."""
     try:
         return next(slices)
     except StopIteration as end:
@@ -254,7 +257,8 @@ def _next(slices: Generator[None, None, Tensor]) -> Tensor | None:
 def _progress(
     target: Decoder, report: Callable[[float], None], positions: tuple[int, int, int, int]
 ) -> Callable[[float], None]:
-    """What to call with the share done of the tokens `first` to `end`, where `start` to `stop` are to be read.
+    """A callback for the finished share of the tokens `first` to `end`. It reports the finished share of the whole
+    prefill, from `start` to `stop`.
 
     Args: `positions` are `start`, `first`, `end` and `stop`.
     """

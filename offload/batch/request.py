@@ -1,4 +1,4 @@
-"""What a sequence of a batch is asked for."""
+"""Requests, and the orders that are made of them when they are checked."""
 
 from __future__ import annotations
 
@@ -26,27 +26,29 @@ class Request:
     sampling: Sampling | None = None
     """Default `Sampling()`."""
     max_new_tokens: int = 256
+    """The maximum number of tokens to generate, at least 1."""
     ignore_eos: bool = False
-    """Go on after an end-of-sequence token."""
+    """Whether to go on after an end-of-sequence token."""
     number: int = 0
-    """Of sequences that are drawn with one seed: which one it is. Each has a text of its own."""
+    """The number of this sequence among sequences with the same seed. Different numbers give different texts."""
     top_logprobs: int | None = None
-    """Whether the target's own probabilities are wanted of each token, before temperature and filters, and of how many
-    of the likeliest ones besides; `None` for none."""
+    """Asks for log probabilities of each token, and of this many of the likeliest tokens in its place. They are the
+    target's own, before temperature and filters. `None`: no log probabilities."""
     grammar: Grammar | None = None
-    """The form that the answer is to have."""
+    """The required form of the answer."""
     contexts: ContextRequest | None = None
-    """What to do with saved contexts; `None`: in a run what the engine was loaded for, in a batch nothing. The first
-    request of a batch that is not refused has the batch's. A `save` needs all of the prompt to be read for it alone."""
+    """What to do with saved contexts. `None`: in a run, start from the context that the engine was loaded with; in a
+    batch, nothing. The first request of a batch that is not refused uses the batch's `contexts` instead. With `save`,
+    the sequence shares no keys and values with other sequences: its prompt is read for it alone."""
     stops: Callable[[list[int]], bool] | None = None
-    """Called on rank 0 with the new tokens of each round; whether the answer ends with them."""
+    """Called on rank 0 with the new tokens of each round. `True` ends the answer with these tokens."""
     tag: Any = None
-    """Whatever the caller tells its sequence by."""
+    """Any value by which the caller recognises the sequence."""
 
 
 @dataclass(frozen=True)
 class Order:
-    """A request that was checked; all ranks follow rank 0's."""
+    """A checked request. All ranks follow rank 0's orders."""
 
     prompt: list[int]
     sampling: Sampling
@@ -57,23 +59,26 @@ class Order:
     grammar: Grammar | None = None
     contexts: ContextPlan = field(default_factory=ContextPlan)
     error: TriforceError | None = None
-    """Why it cannot be answered."""
+    """Why the request cannot be answered; `None` if it can."""
 
     @classmethod
     def of(cls, request: Request, config: ModelConfig) -> Order:
-        """Raises:
-        UsageError: no token, one outside the vocabulary, an impossible length; a grammar that cannot be followed.
-        CapacityError: more tokens than the model's positions.
+        """Checks a request.
+
+        Raises:
+            UsageError: the prompt is empty or has a token outside the vocabulary; an impossible length; `top_logprobs`
+                is out of range; the grammar cannot be followed, or `ignore_eos` is set beside it.
+            CapacityError: prompt and answer have more tokens than the model has positions.
         """
         top = request.top_logprobs
         if top is not None and not 0 <= top <= config.vocab_size:
-            raise UsageError(f"top_logprobs is {top}; it must be from 0 to the {config.vocab_size:,} of the vocabulary")
+            raise UsageError(f"top_logprobs is {top}; it must be from 0 to {config.vocab_size:,}, the vocabulary size")
         prompt = checked_prompt(request.prompt_ids, config, request.max_new_tokens)
         sampling = request.sampling or Sampling()
         if request.grammar:
             if request.ignore_eos:
                 raise UsageError(
-                    "an answer with a grammar ends where that does, so ignore_eos cannot be given beside it"
+                    "ignore_eos cannot be used with a grammar: the answer ends where the grammar ends; leave one out"
                 )
             request.grammar.check()
         options = request.ignore_eos, request.number, request.top_logprobs, request.grammar
@@ -81,7 +86,8 @@ class Order:
 
     @classmethod
     def or_error(cls, request: Request, config: ModelConfig, saved: ModelContexts | None = None) -> Order:
-        """The same, with the error in it, and what it does with contexts that are `saved`."""
+        """Like `of`, but an error becomes the order's `error`. Plans the use of the contexts in `saved`, if the request
+        has `contexts`."""
         try:
             order, wanted = cls.of(request, config), request.contexts
             if wanted and saved:
@@ -92,25 +98,26 @@ class Order:
 
     @classmethod
     def refused(cls, number: int, error: TriforceError) -> Order:
-        """One that cannot be answered."""
+        """The order of a request that cannot be answered."""
         return cls([], Sampling(0.0), 1, False, number, error=error)
 
 
 @dataclass(frozen=True)
 class RunOrder:
-    """What a run is asked for; all ranks do rank 0's."""
+    """The order for a run. All ranks follow rank 0's."""
 
     orders: list[Order]
-    """Those that are known at the start."""
+    """The orders that are known at the start."""
     alone: bool
-    """Whether it is a run of one sequence that no others may join."""
+    """Whether the run has one sequence, which no others may join."""
     fresh_seed: int
-    """Starts the generator of sequences without a seed."""
+    """The seed of the generator for sequences without a seed of their own."""
     tiers: int
     reuse: int | None
+    """The maximum number of leading tokens that the first sequence takes over; see `Engine.stream`."""
     most: int
-    """Sequences that are decoded together at most."""
+    """The maximum number of sequences that are decoded together."""
     expected: int = 1
-    """Sequences that memory is planned for at the start at least."""
+    """The minimum number of sequences for which memory is planned at the start."""
     in_slices: bool = False
-    """Whether rounds of others come between the slices of a prompt that is read."""
+    """Whether a prompt is read in slices, with rounds of other sequences between them."""

@@ -1,7 +1,7 @@
-"""The one loop of the engine: prompts are read, then all that run take the rounds of speculation in step.
+"""The engine's loop: it reads prompts, then takes all running sequences through each round of speculation together.
 
-Sequences join and leave between rounds. What was read last stays when it ends, so that a next turn of a conversation
-goes on from there, beside others that run.
+Sequences join and leave between rounds. When a sequence ends, its keys and values stay while memory allows. The next
+turn of its conversation can reuse them, beside other running sequences.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ from .sequence_setup import SequenceSetup
 
 @dataclass(frozen=True)
 class Progress:
-    """A prompt is being read."""
+    """The event that some slices of a sequence's prefill are done."""
 
     sequence: BatchSequence
 
 
 @dataclass(frozen=True)
 class Tokens:
-    """A round of a sequence."""
+    """The event that a round of a sequence is done."""
 
     sequence: BatchSequence
     round: Round
@@ -51,7 +51,7 @@ class Tokens:
 
 @dataclass(frozen=True)
 class Ended:
-    """Nothing follows of a sequence; its `failure` says why, if it failed."""
+    """The event that a sequence has ended. If it failed, its `failure` says why."""
 
     sequence: BatchSequence
 
@@ -59,14 +59,14 @@ class Ended:
 Event = Progress | Tokens | Ended
 
 More = Callable[[bool], BatchSequence | None]
-"""What is asked for further sequences, on rank 0, between rounds, as long as one more may run: the next one, or `None`
-where there is none now. It is called with `True` where nothing else is left to be done: then it may wait, and `None`
-ends the run."""
+"""Called on rank 0 between rounds, as long as another sequence may run. Returns the next sequence, or `None` if there
+is none at the moment. It is called with `True` if nothing else is left to do: it may wait then, and `None` ends the
+run."""
 
 
 class Run(Iterator[Event]):
-    """Sequences in progress. Iterate over it for events. It lasts as long as more come; of sequences that have ended it
-    keeps nothing. Of several ranks all iterate to its end."""
+    """Sequences in progress. Iterating over the run yields its events. It lasts as long as further sequences come. It
+    keeps nothing of sequences that have ended. On several ranks, every rank iterates to the end."""
 
     def __init__(
         self,
@@ -80,11 +80,14 @@ class Run(Iterator[Event]):
         system: System = THIS_MACHINE,
     ) -> None:
         """Args:
-        graphs: what captures passes.
-        more: sequences beyond those of the order.
-        interrupted: asked on rank 0 after each round, and twice a second while a prompt is read; `True` ends the run.
-        on_prefill: called with a sequence and the share of its prefill that is done, 0 to 1.
-        on_memory: of the first sequence, see `SequenceSetup.open`.
+        order: what the run is to do.
+        setup: opens the sequences.
+        graphs: captures passes.
+        more: gives further sequences, beyond those of the order.
+        interrupted: called on rank 0 after each round, and twice a second during a prefill; `True` ends the run.
+        on_prefill: called with a sequence and the finished share of its prefill, 0 to 1.
+        on_memory: for the first sequence; see `SequenceSetup.open`.
+        system: the machine, or a substitute for it in tests.
         """
         self._setup, self._graphs, self._alone = setup, graphs, order.alone
         self._target, self._in_slices, self._system = setup.target, order.in_slices, system
@@ -94,15 +97,17 @@ class Run(Iterator[Event]):
         self._joining: list[BatchSequence] = []  # on rank 0
         self._short_of_memory = False  # since no sequence has left
         self._reading: Reading | None = None  # the prompt whose next slices come after the next round
-        self._read_with_it: list[Reading] = []  # those behind it that are computed in the same pass, or are by now
-        self._read_until = self._system.clock()  # when a prompt was read last: that is no time of decoding
+        self._read_with_it: list[Reading] = []  # prompts that come next, already computed or to be in the same pass
+        self._read_until = self._system.clock()  # when the last prefill ended: prefill does not count as decoding
         self.live = [BatchSequence(one, self._read_until) for one in order.orders]
-        """The sequences that have not ended, and perhaps some that just have."""
-        self._broken = False  # but within a step, and once one was not finished
-        self._asked_to_end = self._ended = False  # the second by all ranks, after a round or slices of a prefill
+        """The sequences that have not ended, and perhaps some that have just ended."""
+        self._broken = False  # `True` during a step, and after a step that did not finish
+        self._asked_to_end = self._ended = False  # the second: all ranks agreed, after a round or slices of a prefill
         self.rounds_done = 0
+        """The number of rounds so far."""
         self.decode_s = 0.0
-        self._most_kv_bytes = 0  # keys and values on this rank: the most that was held, until one was given back
+        """Seconds of decoding so far."""
+        self._most_kv_bytes = 0  # maximum bytes of keys and values on this rank, noted when a sequence leaves
         self._traffic_before = setup.traffic()
         self._described: list[dict[str, Any]] = []  # the JSON of the first sequence that has ended
         self._steps = self._run()
@@ -118,21 +123,22 @@ class Run(Iterator[Event]):
         return event
 
     def end(self, sequence: BatchSequence) -> None:
-        """Ends a sequence with the round that is under way, or before it begins, or while its prompt is read. Its
-        statistics stay. For rank 0."""
+        """Ends a sequence early: with the round in progress, during its prefill, or before it begins. Its statistics
+        stay. For rank 0."""
         sequence.asked_to_end = True
 
     def end_all(self) -> None:
-        """Ends the run early, on rank 0: iteration stops, statistics stay. Other ranks, if any, have begun the next
-        round by then: it is computed when this rank iterates on, and all end with it. What was read stays known."""
+        """Ends the run early. For rank 0. Iteration stops, statistics stay. Later runs can reuse the tokens that were
+        read. With several ranks, the others have already begun the next round. That round is computed when this rank
+        iterates on, and all ranks end with it."""
         if self._target.ranks.size == 1:
             self.close()
         self._asked_to_end = True
 
-    @torch.inference_mode()  # as `__next__`, whose tensors are rolled back
+    @torch.inference_mode()  # as in `__next__`, whose tensors are rolled back here
     def close(self) -> None:
-        """Ends all sequences where they are, and gives back what they hold, but for the full cache that stays for the
-        next run; iteration stops, statistics stay."""
+        """Ends all sequences at once and frees their memory, except for the full cache, which the next run may reuse.
+        Iteration stops, statistics stay."""
         try:
             self._steps.close()
         except BaseException:
@@ -140,36 +146,36 @@ class Run(Iterator[Event]):
             raise
         for sequence in self.live:
             if sequence.active_or_none:
-                with suppress(RuntimeError):  # of a device that has failed; that was said where it did
+                with suppress(RuntimeError):  # the device has failed, which was reported when it happened
                     self._give_back(sequence, self.warnings + sequence.warnings)
 
     @property
     def broken(self) -> bool:
-        """Whether a pass was under way when the run was broken off."""
+        """Whether a pass was in progress when the run was interrupted."""
         return self._broken
 
     @property
     def tiers(self) -> list[Tier]:
-        """The full cache's tier first, then those below it; none before a sequence was opened."""
+        """The tiers, the one on the full cache first; none before a sequence was opened."""
         return self._setup.tiers
 
     @property
     def lengths(self) -> dict[str, int]:
-        """The lengths in force: `draft_length` and `block_length`; 0 where there is no such level."""
+        """The current `draft_length` and `block_length`, in tokens; 0 means no draft."""
         lengths = {tier.name: tier.control.draft_tokens if tier.drafter else 0 for tier in self.tiers}
         return {"draft_length": lengths.get("retrieval", 0), "block_length": lengths.get("verify", 0)}
 
     @property
     def warnings(self) -> list[str]:
-        """What the run had to do without so far, a line each; what single sequences had, they say."""
+        """The warnings of the run so far, one line each. Those of single sequences are in `BatchSequence.warnings`."""
         return [*self._graphs.warnings, *self._setup.warnings]
 
     def traffic(self) -> Traffic:
-        """What crossed this rank's link, or was read from a disk, so far, since the engine was loaded."""
+        """The traffic over this rank's link, and from and to a disk, since the engine was loaded."""
         return self._setup.traffic()
 
     def totals(self) -> Statistics:
-        """What all sequences have taken together so far, without their tokens."""
+        """The statistics of all sequences together so far, without their tokens."""
         return Statistics(
             decode_s=self.decode_s,
             rounds=self.rounds_done,
@@ -180,7 +186,7 @@ class Run(Iterator[Event]):
         )
 
     def document(self, sequences: Sequence[BatchSequence]) -> dict[str, Any]:
-        """The JSON of the run so far, with those of these sequences, which are all of it."""
+        """The JSON of the run so far, with that of each sequence. `sequences` must be all sequences of the run."""
         warnings = self.warnings + [line for one in sequences for line in one.warnings]
         statistics = [one.statistics for one in sequences]
         whole = replace(
@@ -192,18 +198,18 @@ class Run(Iterator[Event]):
         return batch_document(whole, [one.document(self.lengths, warnings) for one in sequences], warnings)
 
     def stats(self) -> dict[str, Any]:
-        """The JSON of the run so far, without those of its sequences."""
+        """The JSON of the run so far, without that of its sequences."""
         running = [one.document(self.lengths, []) for one in self.live if one.active_or_none]
         found = batch_document(self.totals(), (self._described + running)[:1], self.warnings)
         return {name: value for name, value in found.items() if name != "sequences"}
 
     def kv_memory_bytes(self) -> int:
-        """Memory of this rank that keys and values take now, in whole blocks: of sequences that run, and what is kept
-        for those to come."""
+        """Bytes of this rank's memory that keys and values take at the moment, in whole blocks. Includes running
+        sequences and caches that are kept for later sequences."""
         return self._setup.kv_memory_bytes
 
     def held(self) -> Held:
-        """See `offload.held`: of the sequences that have not ended, and what captured passes of any have."""
+        """See `offload.held`: the tensors of sequences that have not ended, and those of all captured passes."""
         yield from self._graphs.held()
         for sequence in self.live:
             if sequence.active_or_none:
@@ -211,12 +217,12 @@ class Run(Iterator[Event]):
         if self.tiers:
             yield from self.tiers[0].held()
 
-    @torch.inference_mode()  # in which the memory of a cache that is kept may have been made
+    @torch.inference_mode()  # the memory of a kept cache may have been allocated in this mode
     def open_first(self) -> None:
-        """Takes the memory of the first sequence, before anything is read.
+        """Allocates the memory of the first sequence, before its prefill.
 
         Raises:
-            CapacityError, UsageError: it cannot be answered.
+            CapacityError, UsageError: the first sequence cannot be answered.
         """
         self._open(self.live[0])
 
@@ -224,7 +230,7 @@ class Run(Iterator[Event]):
         waiting = self._waiting()[: self._most]
         opened = [one for one in self.live if one.active_or_none and one.state != "ended"]
         self._setup.open(sequence, opened, waiting, reuse=self._reuse, on_memory=self._on_memory)
-        self._reuse = None  # it is of the run before
+        self._reuse = None  # `reuse` concerns earlier runs, so only the first sequence
 
     def _running(self) -> list[BatchSequence]:
         return [one for one in self.live if one.state == "running"]
@@ -263,22 +269,22 @@ class Run(Iterator[Event]):
                 self._finish_what_is_saved()
                 if self._reading:
                     self._reading.grant(self.decode_s - decoded_s)
-            yield from self._let_go()  # of what is broken off nothing is said
+            yield from self._let_go()  # an interrupted run yields no such events
             whole = True
         finally:
-            with ExitStack() as ending:  # all of it, whatever fails
+            with ExitStack() as ending:  # runs every step, even if one fails
                 for sequence in self.live:
                     ending.callback(self._finish_saving, sequence, together=whole)
                 ending.callback(self._setup.drop_drafting)
-                if self.tiers:  # what was captured of sequences together does not outlive them
+                if self.tiers:  # passes that were captured for several sequences end with these
                     ending.callback(self.tiers[0].drop_joined)
                 readings = [self._reading, *self._read_with_it]
-                self._reading, self._read_with_it = None, []  # which refer to this run
+                self._reading, self._read_with_it = None, []  # they refer to this run
                 for reading in filter(None, readings):
                     ending.callback(reading.close, keeps=whole or not self.broken)
 
     def _ends_now(self) -> bool:
-        """Whether the run ends here: of several ranks they have agreed on it."""
+        """Whether the run ends here. Several ranks have agreed on it before."""
         self._note_interrupt()
         if self._target.ranks.size == 1:
             self._ended |= self._asked_to_end
@@ -289,7 +295,7 @@ class Run(Iterator[Event]):
             self._asked_to_end = True
 
     def _let_go(self) -> Iterator[Event]:
-        """Says which sequences have ended, and keeps nothing of them."""
+        """Yields the sequences that have ended, and forgets them."""
         if self._alone:
             return
         for sequence in [one for one in self.live if one.state == "ended"]:
@@ -297,8 +303,8 @@ class Run(Iterator[Event]):
             yield Ended(sequence)
 
     def _idle(self) -> bool:
-        """Takes in what comes next where nothing is left to be done; whether anything does. Ranks wait for it as long
-        as it takes."""
+        """Waits for further sequences if there are no others. Returns whether there are any sequences. Ranks wait as
+        long as it takes."""
         if self._alone:
             return False
         if not self.live:
@@ -317,15 +323,15 @@ class Run(Iterator[Event]):
             self._joining.append(sequence)
 
     def _join(self, *, patiently: bool = False) -> None:
-        """Has those join whom rank 0 has taken."""
+        """Adds the sequences that rank 0 has accepted, on all ranks."""
         joining, self._joining = self._joining, []
         orders = self._target.ranks.share([one.order for one in joining], patiently=patiently)
         now = self._system.clock()
         self.live += joining or [BatchSequence(order, now) for order in orders]
 
     def _admit(self) -> Generator[Event, None, None]:
-        """Opens and reads the sequences that wait, in their order, as long as they fit; of a prompt that is read in
-        slices, those that may come before the next round."""
+        """Opens and reads the waiting sequences, in their order, as long as they fit. If a prompt is read in slices,
+        reads the slices that may come before the next round."""
         while not self._ends_now() and (self._reading or self._begins_next()):
             assert self._reading
             sequence = self._reading.sequence
@@ -344,13 +350,13 @@ class Run(Iterator[Event]):
                 yield from self._let_go()
 
     def _begins_next(self) -> bool:
-        """Opens the next sequence that waits, if one fits; whether its prompt is to be read now. Those that wait behind
-        it are read with it, as many as fit into one pass."""
+        """Opens the next waiting sequence, if it fits. Returns whether there is a prompt to read now. Later sequences
+        are read in the same pass, as many as fit into it."""
         if self._read_with_it:
             self._reading = self._read_with_it.pop(0)
             return True
         together: list[BatchSequence] = []
-        behind: list[BatchSequence] = []  # one that turned out to have more to be read than was expected
+        behind: list[BatchSequence] = []  # a sequence that turned out to have more to read than was expected
         while not behind and (sequence := self._next_opened(beside=together)):
             self._setup.make_room(self._running(), sequence)
             sequence.state, sequence.waits_for = "reading", None
@@ -366,42 +372,42 @@ class Run(Iterator[Event]):
         return self._reading is not None
 
     def _next_opened(self, beside: Sequence[BatchSequence]) -> BatchSequence | None:
-        """The next sequence that waits, opened; `None` where none fits.
+        """Opens and returns the next waiting sequence; `None` if none fits.
 
-        Args: `beside`: those that it is to be read with in one pass, if there are any.
+        Args: `beside`: the sequences whose prompts are read in the same pass, if there are any.
         """
         for sequence in self._waiting():
             others = len(self._running()) + len(beside)
             if beside and not self._setup.reads_in_one_pass(beside, sequence):
                 return None
             if others >= self._most:
-                remedy = "--max-sequences raises that" if self._most < MOST_SEQUENCES else "that is the maximum"
+                remedy = "--max-sequences raises this" if self._most < MOST_SEQUENCES else "this is the maximum"
                 sequence.waits_for = f"{others} sequences are decoded together; {remedy}"
                 continue
             if self._short_of_memory and others:
                 return None
             if others and self._setup.rotates_otherwise(sequence):
-                sequence.waits_for = "dynamic RoPE rotates its keys otherwise than those of others, by its length"
+                sequence.waits_for = "dynamic RoPE: at this prompt length, keys have other angles than those of others"
                 return None
             if sequence.active_or_none is None and not self._opens(sequence, others):
                 if sequence.state == "waiting":
-                    return None  # those behind it wait too, or it might wait for ever
+                    return None  # later sequences wait too, else this one might never begin
                 continue
             return sequence
         return None
 
     def _read(self, sequence: BatchSequence, share: float) -> None:
-        """Takes note of a share of a prompt that is read."""
+        """Records the share of a prompt that is read, and reports it."""
         sequence.read_share = share
         if self._on_prefill:
             self._on_prefill(sequence, share)
 
     def _opens(self, sequence: BatchSequence, others: int) -> bool:
-        """Opens a sequence; if that cannot be done it waits, while `others` run, or has failed; one that was to end has
-        ended. All ranks decide alike.
+        """Opens a sequence. Returns whether it is open. If memory is too short while `others` run, the sequence waits;
+        otherwise it fails. A sequence that was asked to end has ended. All ranks decide alike.
 
         Raises:
-            TriforceError: it cannot be done, of a run alone.
+            TriforceError: the sequence cannot be opened, in a run that no other sequence may join (`RunOrder.alone`).
         """
         ranks = self._target.ranks
         if not ranks.least([int(not sequence.asked_to_end)])[0]:
@@ -416,13 +422,13 @@ class Run(Iterator[Event]):
         except Exception as error:
             if self._alone and not isinstance(error, TriforceError):
                 raise
-            found = without_frames(error)  # this one would hold the error, and it the frame
+            found = without_frames(error)  # else this frame would hold the error, and the error this frame
         none_failed, none_opened = ranks.least([int(found is None), int(found is not None)])
         if none_failed:
             return True
         sequence.active_or_none = None
         self._setup.withdraw(sequence, alike=bool(none_opened))
-        found = found or CapacityError("another rank has not so much memory")
+        found = found or CapacityError("another rank has too little memory")
         try:
             if self._alone:
                 raise found
@@ -435,7 +441,7 @@ class Run(Iterator[Event]):
         return False
 
     def _end_unwanted(self, waiting: Sequence[BatchSequence], unwanted: Sequence[int]) -> None:
-        """Ends those of the `waiting` ones that are `unwanted`, as rank 0 has said."""
+        """Ends the `waiting` sequences that are `unwanted`, according to rank 0."""
         for sequence in (one for one, ends in zip(waiting, unwanted, strict=True) if ends):
             self._end_unopened(sequence)
 
@@ -443,8 +449,9 @@ class Run(Iterator[Event]):
         sequence.state, self._short_of_memory = "ended", False
 
     def _read_on(self, reading: Reading) -> Round | None:
-        """Reads some slices of a prompt; its sequence's first round. `None` where it is not read to its end, and where
-        it was asked to end, memory did not suffice, or it could not be saved: then it alone has ended."""
+        """Reads some slices of a prompt. Returns the sequence's first round if the prompt is read to its end, else
+        `None`. If the sequence was asked to end, memory was too short, or the prompt could not be saved, only this
+        sequence ends."""
         due = reading.due if self._in_slices and self._running() else reading.due_alone
         waiting = self._waiting()
         asked = due, self._asked_to_end, *(one.asked_to_end for one in (reading.sequence, *waiting))
@@ -456,7 +463,7 @@ class Run(Iterator[Event]):
         if ends:
             return self._drop(reading, keeps=True)
         event = failure = None
-        alike = False  # on all ranks, if on one
+        alike = False  # whether the failure is the same on all ranks
         try:
             with shortage_explained(self._target.device, self._system.device_memory):
                 event = self._first_round(reading) if reading.go_on(due) else None
@@ -474,11 +481,11 @@ class Run(Iterator[Event]):
                 failure = failure.alone(reading.sequence.active)
             self._fail(reading.sequence, failure)
         finally:
-            failure = None  # or the error and this frame would hold each other, and all that its frames hold
+            failure = None  # else the error and this frame would hold each other, and all that its frames hold
         return self._drop(reading, keeps=False)
 
     def _drop(self, reading: Reading, *, keeps: bool) -> None:
-        """Ends a sequence whose prompt is not read to its end.
+        """Ends a sequence before its prompt is read to its end.
 
         Args: `keeps`: see `Reading.close`.
         """
@@ -498,12 +505,12 @@ class Run(Iterator[Event]):
             sequence.forget_prompt()
 
     def _give_back(self, sequence: BatchSequence, warnings: list[str]) -> None:
-        self._most_kv_bytes = max(self._most_kv_bytes, kv_bytes_of(self.live))  # which only grow until one goes
+        self._most_kv_bytes = max(self._most_kv_bytes, kv_bytes_of(self.live))  # they only grow until one leaves
         sequence.give_back(self.lengths, warnings, self._system.synchronize)
         self._described = self._described or [sequence.document(self.lengths, [])]
 
     def _finish_what_is_saved(self) -> None:
-        """Parts with contexts that are saved by now, so that others can use them while answers are written."""
+        """Finishes contexts that are completely saved, so that others can use them while answers are decoded."""
         for sequence in self._running():
             saved = sequence.saved
             if saved and saved.saves and self._target.ranks.least([int(saved.written)])[0]:
@@ -512,12 +519,13 @@ class Run(Iterator[Event]):
                     self._leave(sequence)
 
     def _finish_saving(self, sequence: BatchSequence, *, together: bool = True) -> None:
-        """Waits until what a sequence saves is on the disk; if that failed and is required, it has ended.
+        """Waits until the context that a sequence saves is on the disk. If saving is required and failed, the sequence
+        ends.
 
         Args: `together`: see `ContextUse.finish`.
 
         Raises:
-            ContextError: that, of a run alone.
+            ContextError: saving is required and failed, in a run that no other sequence may join (`RunOrder.alone`).
         """
         try:
             if sequence.saved:
@@ -528,8 +536,8 @@ class Run(Iterator[Event]):
             self._fail(sequence, error)
 
     def _fail_some(self, running: Sequence[BatchSequence], error: SequencesFailed) -> None:
-        """Ends the sequences that broke a round off; the others are as they were before it. On all ranks alike: they
-        have the same logits."""
+        """Ends the sequences that failed in a round, and sets the others back to their state before it. All ranks do
+        the same, as they have the same logits."""
         for tier in self.tiers:
             tier.control.pays.postpone()
         for sequence in running:
@@ -544,7 +552,7 @@ class Run(Iterator[Event]):
         sequence.state, sequence.failure = "ended", without_frames(error)
 
     def _first_round(self, reading: Reading) -> Round:
-        """What a sequence begins with, once its prompt is read."""
+        """Draws the first token of a sequence whose prompt is read, and returns its round 0."""
         began, sequence, self._reading = self._system.clock(), reading.sequence, None
         token = on_all_ranks(self._target, self._system, reading.first_token)
         together = [one for one in self.live if one.state in ("running", "reading")]
@@ -562,8 +570,9 @@ class Run(Iterator[Event]):
         return Round(0, [token], seconds, 0, 0, False)
 
     def _filled(self, running: Sequence[BatchSequence]) -> list[BatchSequence]:
-        """Fills the drafting tiers' caches of those that have joined, before a round for which anything may be drafted:
-        an answer that is drafted for at no time has none. Those that can go on; it has failed for the others."""
+        """Fills the caches of the drafting tiers for sequences that have joined, before a round that may have drafts. A
+        sequence without any drafts does not get these caches. Returns the sequences that can go on; the others have
+        failed."""
         work = self.tiers[0].control.retrieval_work
         if work is RetrievalWork.NONE:
             return [*running]
@@ -586,8 +595,8 @@ class Run(Iterator[Event]):
         return [sequence for sequence in running if sequence.state == "running"]
 
     def _round(self, running: Sequence[BatchSequence]) -> list[Round]:
-        """One round of all that run. Each is timed from the end of its last one to the end of this, so that nothing
-        between rounds goes uncounted, reading included."""
+        """Computes a round of all running sequences. The time of a sequence's round begins with the end of its previous
+        round. So all time between rounds is counted, including the prefill of others."""
         began = max(self._read_until, min(sequence.since for sequence in running))
         top, opened = self.tiers[0], [sequence.active for sequence in running]
         control, work, refreshes = top.control, top.control.retrieval_work, [one.refresh for one in opened]
@@ -627,8 +636,8 @@ class Run(Iterator[Event]):
         return rounds
 
     def _agree(self, sequences: Sequence[BatchSequence], drawn: list[RoundDecision]) -> list[RoundDecision]:
-        """Sets what every tier decided to what rank 0's did; what all ranks do with these sequences. See
-        `rank_agreement`. Takes in those that join."""
+        """Replaces the decisions of this rank's tiers by those of rank 0, and adds the sequences that join. Returns the
+        decisions that all ranks follow for these sequences. See `rank_agreement`."""
         self._note_interrupt()
         self._ask()
         decisions, waiting = [number for tier in self.tiers for number in tier.control.decisions], self._waiting()
@@ -641,7 +650,7 @@ class Run(Iterator[Event]):
             ends=self._asked_to_end,
         )
         self._end_unwanted(waiting, unwanted)
-        each = len(decisions) // max(1, len(self.tiers))  # there are none before one was opened
+        each = len(decisions) // max(1, len(self.tiers))  # there are no tiers before a sequence was opened
         for i, tier in enumerate(self.tiers):
             tier.control.decisions = decisions[i * each : (i + 1) * each]
         for sequence, one in zip(sequences, drawn, strict=True):

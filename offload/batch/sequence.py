@@ -1,4 +1,4 @@
-"""A sequence of a batch: what it was asked for, its caches, and what it brought so far."""
+"""A sequence of a batch: its order, its caches, and its results so far."""
 
 from __future__ import annotations
 
@@ -28,58 +28,64 @@ from .request import Order, Request
 
 @dataclass(frozen=True)
 class Round:
-    """What one round of a sequence brought. Round 0 is the prefill and its first token."""
+    """The result of one round of a sequence. Round 0 is the prefill and its first token."""
 
     index: int
+    """The number of the round in its sequence, from 0."""
     tokens: list[int]
     """1 or more tokens of the text."""
     seconds: float
+    """The time of the round, from the end of the previous round; of round 0, the time of the prefill."""
     proposed: int
-    """Draft tokens that the full cache's pass was given to test."""
+    """The number of draft tokens in the verification."""
     accepted: int
-    """Those of them that were accepted."""
+    """The number of draft tokens that were accepted."""
     refreshed: bool
-    """Whether chunks of the retrieval cache were chosen anew after it, as `--refresh` says or as the tail was full: not
-    where they are because drafting begins again."""
+    """Whether the retrieval cache was refreshed after the round, because of `--refresh` or because its tail was full.
+    `False` if chunks are chosen again because drafting begins again."""
 
 
 @dataclass(eq=False, kw_only=True)
 class ActiveSequence(TokenSequence):
-    """A sequence while it is decoded: with its caches, which it gives back when it ends."""
+    """A sequence with its caches, while it is decoded. When it ends, it gives the caches back."""
 
     plan: RunPlan
     full: FullCache
     drafting: DraftingCaches | None
-    """`None` where nothing is ever drafted."""
+    """The caches of the drafting tiers; `None` if nothing is ever drafted."""
     refresh: RetrievalRefresh | None
-    """Of its retrieval cache, if it has one."""
+    """Refreshes the retrieval cache, if there is one."""
     saved: ContextUse | None
+    """The saved contexts that the sequence starts from and saves, if any."""
     identity: dict[str, Any]
-    """The part of its JSON that is known before it is read."""
+    """The part of the JSON that is known before the prefill."""
     traffic_before: Traffic = field(default_factory=Traffic)
+    """The traffic over the link and the disk when decoding began."""
     read_before: ReadCounter = field(default_factory=ReadCounter)
-    """What attention had read when its prefill ended."""
+    """What attention had read when decoding began."""
     drafting_filled: bool = False
-    """Whether the drafting tiers' caches were filled: they are before the first round for which anything may be
-    drafted."""
+    """Whether the caches of the drafting tiers are filled. They are filled before the first round that may have
+    drafts."""
 
     @property
     def retrieval(self) -> RetrievalCache | None:
+        """The retrieval cache, if there is one."""
         return self.drafting and self.drafting.retrieval
 
     @property
     def streaming(self) -> StreamingCache | None:
+        """The draft's streaming cache, if there is one."""
         return self.drafting and self.drafting.streaming
 
     def fill_drafting_caches(self, *, looks_up: bool, chooses: bool) -> None:
-        """Fills the drafting tiers' caches with what they need of the context.
+        """Fills the caches of the drafting tiers from the context.
 
         Args:
-            looks_up: whether what occurred before is proposed.
-            chooses: whether chunks are chosen now, by the attention of the full cache's last pass; else the round to
-                come does that.
+            looks_up: whether tokens are drafted by lookup.
+            chooses: whether to choose chunks here, by the attention of the last pass over the full cache. Otherwise the
+                next round chooses them.
         """
-        if self.streaming:  # before the retrieval cache takes memory
+        if self.streaming:  # before the retrieval cache allocates memory
             prefill_streaming(self.passes["draft"].decoder, self.streaming, self.context[:-1])
         if self.retrieval:
             self.retrieval.refresh(at_once=True) if chooses else self.retrieval.reserve()
@@ -97,10 +103,11 @@ class ActiveSequence(TokenSequence):
 
     @property
     def unallocated_bytes(self) -> int:
-        """Bytes that it may take on the device and keep, from its first rounds on, of those that are planned."""
+        """Planned bytes that the sequence has not allocated on the device yet. It may allocate them in its first rounds
+        and then keeps them."""
         plan = self.plan
         parts = {"retrieval": plan.retrieval, "mass": plan.mass, "scratch": plan.scratch}
-        own = (self.full, *([self.drafting] if self.drafting else []), self.passes["verify"])  # not what it shares
+        own = (self.full, *([self.drafting] if self.drafting else []), self.passes["verify"])  # no shared caches
         held = bytes_by_part(one for holder in own for one in holder.held() if one[0] in parts)
         return sum(max(0, size // plan.request.sequences - held.get(part, 0)) for part, size in parts.items())
 
@@ -110,51 +117,56 @@ class BatchSequence:
 
     def __init__(self, order: Order, asked_at: float, request: Request | None = None) -> None:
         """Args:
-        asked_at: when it was asked for, by the run's clock.
-        request: what was asked for, on rank 0, if its stop check or its tag is wanted.
+        order: the checked request.
+        asked_at: when the request came, in seconds of the run's clock.
+        request: the request itself, on rank 0, if its stop check or its tag is needed.
         """
         self.order, self._request = order, request
         self.context = list(order.prompt)
         """The prompt and the tokens so far."""
         self.statistics = Statistics(prompt_tokens=len(order.prompt))
-        """Current at any time: a new object a round."""
+        """The counts and times so far, current at any time: each round makes a new object."""
         self.state: Literal["waiting", "reading", "running", "ended"] = "waiting" if order.error is None else "ended"
+        """`reading` is the prefill, `running` the decoding."""
         self.failure: Exception | None = order.error
-        """What it failed with, while others went on."""
+        """The error with which the sequence failed, while others went on."""
         self.read_share = 0.0
-        """Of its prompt, what is read, 0 to 1."""
+        """The finished share of the prefill, 0 to 1."""
         self.waits_for: str | None = None
-        """Why it has not begun, where others had to be served first."""
+        """Why the sequence has not begun yet, if it has to wait for others."""
         self.active_or_none: ActiveSequence | None = None
+        """The sequence with its caches, from when it begins until it ends."""
         self.asked_at = asked_at
+        """When the request came, in seconds of the run's clock."""
         self.since = asked_at
-        """When its last round ended."""
+        """When the last round ended, in seconds of the run's clock."""
         self.logprobs: list[TokenLogprobs] = []
-        """Of the tokens so far, where the request wants them."""
-        self.asked_to_end = self.ends = False  # the second by all ranks, after a round
+        """The log probabilities of the tokens so far, if the request asks for them."""
+        self.asked_to_end = self.ends = False  # the second: all ranks agreed, after a round
         self.check_failure: Exception | None = None
-        """What its stop check failed with, on rank 0."""
+        """The error of the stop check, on rank 0."""
         self._warnings: list[str] = []
-        self._document: dict[str, Any] | None = None  # once the caches are given back
+        self._document: dict[str, Any] | None = None  # the JSON, once the caches are given back
 
     @property
     def active(self) -> ActiveSequence:
-        """The same, from when it begins until it ends."""
+        """The sequence with its caches. Only from when it begins until it ends."""
         assert self.active_or_none is not None
         return self.active_or_none
 
     @property
     def error(self) -> str | None:
-        """The message of what it failed with."""
+        """The message of the error with which the sequence failed; `None` if it did not fail."""
         return None if self.failure is None else str(self.failure)
 
     @property
     def tag(self) -> Any:
-        """See `Request`; `None` on other ranks."""
+        """See `Request.tag`; `None` on ranks above 0."""
         return self._request and self._request.tag
 
     def is_to_end(self, tokens: list[int]) -> bool:
-        """Whether it is to end with these new tokens, asked to, by its stop check, or as that fails; on rank 0."""
+        """Whether the sequence ends with these new tokens: it was asked to end, or its stop check returns `True` or
+        fails. For rank 0."""
         stops = self._request and self._request.stops
         try:
             return bool(stops and stops(tokens)) or self.asked_to_end
@@ -165,27 +177,28 @@ class BatchSequence:
 
     @property
     def is_unfinished(self) -> bool:
-        """Whether more tokens are to come."""
+        """Whether the sequence has not ended by length or by an end-of-sequence token."""
         return self.statistics.finish_reason == "interrupted"
 
     @property
     def missing(self) -> int:
-        """Tokens that may still come."""
+        """The maximum number of tokens that may still come."""
         return self.order.max_new_tokens - len(self.statistics.token_ids)
 
     @property
     def saved(self) -> ContextUse | None:
-        """The saved contexts that it starts from and saves, if any."""
+        """The saved contexts that the sequence starts from and saves, if any. `None` before it begins and after it
+        ends."""
         return self.active_or_none.saved if self.active_or_none else None
 
     @property
     def warnings(self) -> list[str]:
-        """What it had to do without so far, a line each."""
+        """The warnings of the sequence so far, one line each."""
         return self.saved.warnings if self.saved else self._warnings
 
     def record(self, statistics: Statistics) -> None:
-        """Completes `statistics`, which have the newest tokens, and puts them in place of the old ones in one step, so
-        that an interrupt finds either."""
+        """Completes `statistics`, which have the newest tokens, and replaces the old statistics in one step. So an
+        interrupt finds either the old or the new ones."""
         ended, opened = statistics.finish_reason, self.active
         if opened.sampler.ends(statistics.token_ids[-1]):
             ended = "eos"
@@ -214,7 +227,7 @@ class BatchSequence:
     def document(self, lengths: dict[str, int], warnings: list[str]) -> dict[str, Any]:
         """The JSON of the sequence so far.
 
-        Args: `lengths` are those in force.
+        Args: `lengths` are the current ones, see `Run.lengths`; `warnings` have one line each.
         """
         if self.active_or_none is None:
             return self._document or {"error": self.error, "new_tokens": 0, "token_ids": []}
@@ -232,7 +245,7 @@ class BatchSequence:
     def give_back(
         self, lengths: dict[str, int], warnings: list[str], synchronize: Callable[[torch.device], None]
     ) -> None:
-        """Parts with the caches; statistics and its JSON stay.
+        """Gives the caches back. Statistics and JSON stay.
 
         Args:
             lengths, warnings: for the JSON.
@@ -241,21 +254,21 @@ class BatchSequence:
         opened, document = self.active_or_none, self.document(lengths, warnings)
         if opened is not None:
             self._document, self._warnings, self.active_or_none = document, self.warnings, None
-            with suppress(LinkError):  # of what is not wanted any more
-                opened.full.blocks.drain()  # copies may be under way from and to memory that is freed
+            with suppress(LinkError):  # the copied data is not needed any more
+                opened.full.blocks.drain()  # copies from and to memory that is freed may be in progress
             synchronize(opened.full.blocks.device)
             opened.full.release_prefix()
 
     def forget_request(self) -> None:
-        """Drops what was asked, once whoever asked has taken note of its end: it may refer to this sequence."""
+        """Drops the request, which may refer to this sequence. Call it after the end of the sequence is handled."""
         self._request = None
 
     def forget_prompt(self) -> None:
-        """Drops the tokens of prompt and answer; the answer is in the statistics."""
+        """Drops the tokens of prompt and answer. The answer's tokens stay in the statistics."""
         self.order, self.context = replace(self.order, prompt=[]), []
 
 
 def kv_bytes_of(sequences: Iterable[BatchSequence]) -> int:
-    """Keys and values of these sequences, on one rank; what several share counts once."""
+    """Bytes of the keys and values of these sequences, on one rank. Shared ones count once."""
     holders = {holder for one in sequences if one.active_or_none for holder in one.active_or_none.full.holders}
     return sum((holder.length - holder.start) * holder.token_bytes for holder in holders)

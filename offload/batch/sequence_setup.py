@@ -1,4 +1,4 @@
-"""What a sequence begins with: a full cache that shares what others hold, and the caches of the drafting tiers."""
+"""Sets up a sequence: a full cache, which may share tokens with others, the drafting tiers and their caches."""
 
 from __future__ import annotations
 
@@ -46,15 +46,19 @@ from .sequence import ActiveSequence, BatchSequence
 
 @dataclass(frozen=True)
 class Models:
-    """What an engine has loaded, and how it decodes."""
+    """The models and objects that an engine has loaded, and its settings."""
 
     target: Decoder
     draft: Decoder | None
     settings: Settings
     names: tuple[str, str | None]
+    """The names of target and draft in statistics."""
     kept: KeptCache
+    """The full caches of running and ended sequences."""
     contexts: ModelContexts | None
+    """The saved contexts; `None` if the engine was not loaded from files."""
     grammars: Grammars | None = None
+    """Compiles grammars; `None` if the engine was not loaded from files."""
     system: System = THIS_MACHINE
     locks_embedding: bool = True
     """See `RunRequest`."""
@@ -67,7 +71,7 @@ class Models:
 
     @property
     def exact(self) -> bool:
-        """Whether tokens cannot depend on lengths and tiers."""
+        """Whether tokens cannot depend on draft lengths and tiers."""
         return tokens_are_exact(self.target, self.settings.planned_chunk_size, self.padded)
 
     def hardware(self, measured_link: float | None = None) -> Hardware:
@@ -76,8 +80,8 @@ class Models:
         return hardware_of(device, device_name(device), self.settings.link_gbps, measured_link)
 
     def request(self, context: int, answer: int | None = None) -> RunRequest:
-        """A run over `context` tokens, `answer` of them generated, without the memory it may take; with all tiers, as a
-        later run may want them on the same cache."""
+        """The request for a run over `context` tokens, `answer` of them generated. The available memory is not filled
+        in. It has all tiers, as a later run may need them on the same cache."""
         draft = self.draft.config if self.draft else None
         models = self.target.config, draft, self.target.dtype
         found = RunRequest(*models, context, self.settings, self.target.ranks.size, limits=self.system.limits)
@@ -85,14 +89,16 @@ class Models:
 
 
 _WORTH_WAITING = 64
-"""Tokens more that a prompt shares with one that is being read than with what is known, for which it waits for that."""
+"""A prompt waits for another prompt that is being read, if it has over this many more tokens in common with it than
+with known texts."""
 
 
 _LIKE_PLANNED = 7 / 8
-"""Of the budget that is planned, which grows with the text: what is there serves from this share on."""
+"""Drafting caches are reused if their budget is at least this share of the planned budget, which grows with the
+text."""
 
 _ALIKE = 1.125
-"""What was measured holds for passes that are expected to take at most so many times as long, or as short."""
+"""Measurements are reused if the expected times of passes differ by at most this factor."""
 
 
 class SequenceSetup:
@@ -100,34 +106,36 @@ class SequenceSetup:
 
     def __init__(self, models: Models, graphs: Graphs, tiers: int, fresh_seed: int, expected: int = 1) -> None:
         """Args:
-        tiers: 1 to 3.
-        fresh_seed: starts the generator that tokens without a seed are drawn with.
-        expected: sequences that memory is planned for at least, where nobody runs.
+        models: the loaded models.
+        graphs: captures passes.
+        tiers: the number of tiers, 1 to 3.
+        fresh_seed: the seed of the generator for sequences without a seed of their own.
+        expected: the minimum number of sequences for which memory is planned when no sequence runs.
         """
         self._models, self._graphs, self._num_tiers = models, graphs, tiers
         self.target = models.target
         self._fresh_seed = fresh_seed
         self._generator = torch.Generator(models.target.device).manual_seed(fresh_seed)
         self._expected = expected
-        self._to_measure: RunPlan | None = None  # what a verification's expected time is to follow from
+        self._to_measure: RunPlan | None = None  # the plan for `use_measured_link`, until the link was measured
         self._moved_before = models.kept.moved
-        self._budget = 0  # of each sequence, where several would not leave each its own; 0 where they do
+        self._budget = 0  # the reduced budget of each sequence, if several do not fit with full budgets; else 0
         self.tiers: list[Tier] = []
-        """The full cache's tier first, then those below it; none before a sequence was opened."""
-        self._drafts: dict[str, DraftTokens] = {}  # that the tiers may choose
-        self._begins: dict[str, float] = {}  # seconds of a pass of each that were expected before any; if they adapt
-        self._filling_s = 0.0  # of a sequence's drafting caches: expected, then as measured lately
+        """The tiers, the one on the full cache first; none before a sequence was opened."""
+        self._drafts: dict[str, DraftTokens] = {}  # the draft lengths that the tiers may choose
+        self._begins: dict[str, float] = {}  # by tier: seconds of a pass as first expected; empty if they do not adapt
+        self._filling_s = 0.0  # seconds of filling a sequence's drafting caches: expected, later measured
         self._filling_measured = False
         self.threads = DecodingThreads(adapts=False)
-        """What rounds are computed with; chosen once a sequence was opened."""
+        """The CPU threads of rounds; chosen when a sequence is opened."""
 
     def traffic(self) -> Traffic:
-        """What crossed the link, or was read from a disk, so far."""
+        """The traffic over the link, and from and to a disk, so far."""
         return self._models.kept.traffic()
 
     @property
     def warnings(self) -> list[str]:
-        """What rounds had to do without so far, a line each."""
+        """The warnings of the rounds so far, one line each."""
         found = self.threads.warnings + self._models.kept.disk.warnings
         moved = self._models.kept.moved - self._moved_before
         if moved:
@@ -149,35 +157,36 @@ class SequenceSetup:
     def withdraw(self, sequence: BatchSequence, *, alike: bool) -> None:
         """Forgets a sequence that could not be opened on every rank.
 
-        Args: `alike` is whether it could be on none; else what is kept may not be the same on all.
+        Args: `alike` is whether it failed on all ranks. Otherwise, kept caches may differ between ranks, so they are
+            dropped too.
         """
         self._models.kept.forget(sequence.context)
         if not alike:
             self._models.kept.forget_all()
 
     def leave(self, sequence: BatchSequence, *, last: bool) -> None:
-        """Has the full cache of a sequence that ends stay, but of one that failed: what it has read or written may not
-        be finite, and some layers may hold tokens already where others hold those before.
+        """Keeps the full cache of a sequence that ends. That of a failed sequence is dropped: its values may not be
+        finite, and some layers may hold more tokens than others.
 
-        Args: `last` is whether nobody else runs: then its drafting caches stay, too, until another one begins, unless
-            they were never filled, or have states.
+        Args: `last` is whether no other sequence runs. Then the drafting caches stay too, until another sequence
+            begins, unless they were never filled or have states.
         """
         if sequence.failure:
             self._models.kept.forget(sequence.context)
         else:
             active, draft = sequence.active, self._models.draft
-            # States are of the tokens so far.
+            # States include all tokens so far.
             stateless = not (self.target.part.linear or (draft and (draft.part.linear or draft.config.is_head)))
             stays = last and stateless and active.drafting_filled
             self._models.kept.end(sequence.context, active.drafting if stays else None)
 
     def drop_drafting(self) -> None:
-        """Gives back the drafting caches that have stayed for a further sequence of the run."""
+        """Frees the drafting caches that are kept for a further sequence of the run."""
         self._models.kept.drafting = None
 
     @property
     def looks_up(self) -> bool:
-        """Whether what occurred before is proposed."""
+        """Whether tokens are drafted by lookup."""
         return self._models.settings.lookup and self._num_tiers == 3
 
     def open(
@@ -189,16 +198,17 @@ class SequenceSetup:
         reuse: int | None = None,
         on_memory: Callable[[float], None] | None = None,
     ) -> None:
-        """Gives a sequence its caches. Every rank calls it.
+        """Makes the caches of a sequence. Every rank calls it.
 
         Args:
-            running: sequences that it may share tokens with.
-            waiting: those that are to run beside it soon, itself included.
-            reuse: leading tokens of what is kept to take over at most.
+            running: the sequences with which it may share tokens.
+            waiting: the sequences that are to run together soon, including this one.
+            reuse: the maximum number of leading tokens to take over from kept caches; `None`: any number.
             on_memory: see `StreamedBlocks`.
 
         Raises:
-            CapacityError: there is not so much memory.
+            CapacityError: there is too little memory.
+            UsageError: the grammar of the sequence cannot be followed.
         """
         models, order = self._models, sequence.order
         prompt, matcher = sequence.context, self._matcher(sequence)
@@ -208,7 +218,7 @@ class SequenceSetup:
             models.kept.rotate_for(len(prompt))
             expected = max(self._expected, len(waiting))
             while expected > 1 and not models.kept.fits(replace(request, sequences=expected)):
-                expected //= 2  # further ones wait then, or take what is left
+                expected //= 2  # further sequences then wait, or take the memory that is left
             request = replace(request, sequences=expected)
             full, plan = self._full_cache(sequence, request, first=True, reuse=reuse, on_memory=on_memory)
             if plan.budget < planned_budget(request.settings, request.context):
@@ -227,8 +237,8 @@ class SequenceSetup:
         sequence.statistics = replace(sequence.statistics, reused_tokens=full.length)
 
     def reads_in_one_pass(self, opened: Sequence[BatchSequence], further: BatchSequence | None = None) -> bool:
-        """Whether what is left to be read of these sequences, which are opened, and of a further one, which need not
-        be, can be computed in one pass: each row as it is by itself, in the memory that a prefill is planned with."""
+        """Whether the unread tokens of these opened sequences, and of a further sequence that may not be opened, can be
+        computed in one pass. Each row must be computed as it is by itself, within the planned memory of a prefill."""
         if self._models.padded or not self._models.exact or not self.target.tiling.end_rows:
             return False
         rows = sum(len(one.context) - one.active.full.length for one in opened)
@@ -240,7 +250,7 @@ class SequenceSetup:
             restored = contexts.prefix.tokens if contexts.prefix else 0
             if contexts.save is not None or restored > shared:
                 return False
-            # It would rather wait for what it shares with one of these.
+            # It is faster to wait for the tokens that it shares with one of these sequences.
             alike = self._models.kept.common_lengths(prompt)
             if any(alike[one.active.full] > shared + _WORTH_WAITING for one in opened):
                 return False
@@ -251,56 +261,56 @@ class SequenceSetup:
         return rows <= STEP_ROWS and shares <= plan.prefill
 
     def make_room(self, running: Sequence[BatchSequence], reading: BatchSequence | None = None) -> None:
-        """Has keys and values leave a GPU for host memory, where room is planned for them there, if others have taken
-        memory that `next_bytes` may need. Every rank calls it."""
+        """Moves keys and values from a GPU to host memory, as far as room is planned there, if other programs have
+        taken memory that `next_bytes` may need. Drops caches of ended sequences first. Every rank calls it."""
         caches = (one.active.full for one in [*running, *([reading] if reading else [])])
         self._models.kept.make_room(caches, lambda: self.next_bytes(running, reading))
 
     def next_bytes(self, running: Sequence[BatchSequence], reading: BatchSequence | None = None) -> int:
-        """What is to be free on the device before the next round of these sequences, and before the next slices of the
-        prefill of one that is read or will be: what they may take, and half of what is left to fragmentation."""
+        """Bytes that must be free on the device before the next round of these sequences, and before the next slices of
+        the prefill of `reading`. They may take this memory; half of the reserve for fragmentation is added."""
         caches = [one.active for one in [*running, *([reading] if reading else [])]]
         passing = max((one.plan.round_bytes(len(running)) for one in caches), default=0) if running else 0
         if reading:  # before its caches grow
             own = reading.active
-            if own.retrieval and held_bytes(own.retrieval.held()):  # it has stayed; nobody else runs
+            if own.retrieval and held_bytes(own.retrieval.held()):  # it was kept, so no other sequence runs
                 passing += own.plan.prefill_of(own.full.length, len(reading.context))
             else:
                 passing = max(passing + own.plan.between_slices, own.plan.prefill - own.unallocated_bytes)
-                if own.full.under_way:  # it is taken
+                if own.full.under_way:  # this memory is already allocated
                     passing -= own.plan.between_slices
-        if self._models.settings.resident is None:  # what is set by hand may take the reserve
+        if self._models.settings.resident is None:  # a size that is set by hand may take the reserve
             passing += caches[0].plan.reserve_parts.get("fragmentation", 0) // 2
         return passing + sum(one.unallocated_bytes for one in caches)
 
     def filling(self, sequences: Sequence[BatchSequence]) -> float:
-        """Seconds that filling the drafting caches of those whose are empty takes, for each token of each that is still
-        to come. Of sequences that run, or will, together."""
+        """Seconds of filling the empty drafting caches of these sequences, divided by the mean number of tokens of a
+        sequence that are still to come. The sequences run together, or will."""
         empty = sum(not one.active.drafting_filled for one in sequences)
         tokens_left = sum(one.missing for one in sequences)
         return empty * self._filling_s * len(sequences) / max(1, tokens_left)
 
     def note_filling(self, seconds: float) -> None:
-        """Is told how long the drafting caches of a sequence took to be filled."""
+        """Records how long it took to fill the drafting caches of a sequence."""
         self._filling_s = (self._filling_s + seconds) / 2 if self._filling_measured else seconds
         self._filling_measured = True
 
     def use_measured_link(self) -> None:
-        """Has what a verification is expected to take follow from what the link carries, instead of a data sheet, once
-        a prompt was read, for which all that streams has crossed it. A card may have fewer lanes than its data sheet
-        says. Every rank calls it: they wait for the one with the slowest link. Where lengths do not adapt they must not
-        depend on it."""
+        """Computes the expected time of a verification from the measured bandwidth of the link, instead of a data
+        sheet. A card may have fewer lanes than its data sheet says. The link is measured in the first prefill, in which
+        all streamed blocks cross it. Every rank calls it: the slowest link counts, as ranks wait for it. If lengths do
+        not adapt, they must not depend on the measurement."""
         plan = self._to_measure
         if plan is None:
             return
         (carried,) = self.target.ranks.least([int(self.traffic().bytes_per_s or 0)])
-        if carried:  # else it was too little to be measured, of a text that was there already
+        if carried:  # else too little crossed the link, because the text's cache was reused
             self._to_measure = None
             self.tiers[0].control.cost = PassTimes(plan, self._models.hardware(carried)).costs()["verify"]
 
     def rotates_otherwise(self, sequence: BatchSequence) -> bool:
-        """Whether the keys of a sequence are rotated otherwise than those of others that run, as their angles depend on
-        the prompt's length (dynamic RoPE): then it cannot be decoded together with them."""
+        """Whether the keys of a sequence need other rotation angles than those of running sequences. With dynamic RoPE,
+        the angles depend on the prompt's length. The sequence then cannot be decoded together with the others."""
         return self.target.rope.changes_with(len(sequence.context))
 
     def _full_cache(
@@ -312,16 +322,16 @@ class SequenceSetup:
         reuse: int | None = None,
         on_memory: Callable[[float], None] | None = None,
     ) -> tuple[FullCache, RunPlan]:
-        """A full cache and the plan of its sequence. It goes on from the one that holds the most of the prompt, be it
-        of a sequence that runs or of one that has ended, unless much more is saved; what is to be saved is read for it
-        alone.
+        """Makes a full cache and the plan of its sequence. It reuses the cache that holds the most of the prompt, of a
+        running or an ended sequence, unless a saved context has many more tokens. A prompt that is to be saved shares
+        nothing with other sequences.
 
         Args:
-            first: whether nobody runs.
+            first: whether no sequence runs.
             reuse, on_memory: see `open`.
 
         Raises:
-            CapacityError: there is not so much memory.
+            CapacityError: there is too little memory.
         """
         kept, contexts, prompt = self._models.kept, sequence.order.contexts, sequence.context
         if reuse == 0:
@@ -329,7 +339,7 @@ class SequenceSetup:
         whole = contexts.save is not None
         text, shared = kept.find(prompt, reuse, whole=whole)
         if whole and (self.target.part.kept_windows or self.target.part.linear):
-            text, shared = None, 0  # at the ends of the segments that are saved its windows, or states, are gone
+            text, shared = None, 0  # it lacks windows and states at the ends of the segments to save
         more = contexts.prefix.tokens - shared if contexts.prefix else 0
         if more > (self.target.tiling.prefill_rows if shared else 0):
             text, shared = None, 0
@@ -348,7 +358,7 @@ class SequenceSetup:
         return kept.prepare(prompt, request, text, shared, on_memory)
 
     def _like_others(self, request: RunRequest) -> Settings:
-        """The settings of a run beside others, which have the same budget, and are verified together."""
+        """The settings of a sequence beside others: the same budget, and the same draft length in verifications."""
         settings = request.settings
         if 0 < self._budget < planned_budget(settings, request.context):
             settings = replace(settings, budget=self._budget)
@@ -357,8 +367,8 @@ class SequenceSetup:
         return settings
 
     def _like_before(self, request: RunRequest, full: FullCache) -> Settings:
-        """The settings of a run that goes on in a full cache: with the budget of the drafting caches that have stayed
-        for it, where hardly more is planned."""
+        """The settings of a run that reuses a full cache: with the budget of its kept drafting caches, if the planned
+        budget is hardly larger."""
         settings, idle = request.settings, self._models.kept.drafting
         planned = planned_budget(settings, request.context)
         if idle and idle.retrieval.source is full and _LIKE_PLANNED * planned <= idle.sizes["budget"] < planned:
@@ -396,8 +406,8 @@ class SequenceSetup:
         )
 
     def _drafting(self, sequence: BatchSequence, full: FullCache, plan: RunPlan) -> DraftingCaches:
-        """The drafting tiers' caches: those of the sequence before it in this full cache, if they are as large and
-        there is memory for them while its prompt is read; or new ones."""
+        """The caches of the drafting tiers. Those of the previous sequence in this full cache are reused, if they have
+        the same sizes and there is memory for them during the prefill. Otherwise, they are new."""
         models, target = self._models, self.target
         sizes = {"budget": plan.budget, "chunk_size": plan.chunk_size}
         sizes |= {"tail": plan.tail, "headroom": plan.tail_ahead, "state_rows": plan.state_rows}
@@ -406,7 +416,7 @@ class SequenceSetup:
         if idle and idle.sizes == sizes and not saves and plan.reads_beside_drafting(there, stop):
             idle.begin_anew(there)
             return idle
-        idle = None  # before other memory is taken
+        idle = None  # freed before other memory is allocated
         retrieval, streaming = RetrievalCache(full, target.rope, **sizes, join=target.mean_over_copies), None
         passes = {"retrieval": self._passes("retrieval", target, retrieval)}
         if models.draft and len(self.tiers) == 3:
@@ -422,15 +432,15 @@ class SequenceSetup:
         return Passes(decoder, cache, self._graphs, padded=self._models.padded and name == "verify")
 
     def _make_tiers(self, request: RunRequest, plan: RunPlan, first: Sequence[BatchSequence]) -> list[Tier]:
-        """The tiers, with what passes are expected to cost; those of the run so far, where what they have measured says
-        more of such passes."""
+        """Makes the tiers, with the expected costs of their passes. Returns the existing tiers of the run if their
+        measurements hold for these passes too."""
         models = self._models
-        # What joins these later has to take it as it is.
+        # Sequences that join later cannot change this.
         adapts = models.exact or not any(one.order.sampling.seed is not None for one in first)
-        # Where lengths follow from these costs for good, they must not depend on what memory is free.
+        # If lengths follow from these costs for good, they must not depend on the free memory.
         lengths = plan if adapts else make_plan(request)
-        verify = lengths.verify_draft  # the longest is planned with
-        if adapts and plan.request.shared:  # every pass reads what others hold, too
+        verify = lengths.verify_draft  # memory is planned for its longest draft
+        if adapts and plan.request.shared:  # every pass reads the shared tokens too
             lengths = make_plan(replace(plan.request, shared=0))
         lengths = replace(lengths, request=replace(lengths.request, sequences=1))
         times = PassTimes(lengths, models.hardware())
@@ -439,7 +449,7 @@ class SequenceSetup:
             self._filling_s = times.filling()
         drafts = {"verify": verify, "retrieval": lengths.retrieval_draft}
         begins = {name: cost.base + cost.per_row for name, cost in costs.items()}
-        # Of one alone little is learnt that holds for the next: it would draft less than it should.
+        # From a single sequence, little is learnt that holds for the next: it would draft less than it should.
         together = len(first) > 1
         if together and adapts and self.tiers and self._drafts == drafts and _alike(begins, self._begins):
             self.tiers[0].control.begin_with_empty_caches()
@@ -483,18 +493,22 @@ class SequenceSetup:
         return tiers
 
     def _matcher(self, sequence: BatchSequence) -> Matcher | None:
-        """Raises:
-        UsageError: the grammar cannot be followed.
+        """The matcher of the sequence's grammar; `None` without a grammar.
+
+        Raises:
+            UsageError: the grammar cannot be followed.
         """
         grammar = sequence.order.grammar
         if grammar is None:
             return None
         if self._models.grammars is None:
-            raise UsageError("this engine was not loaded from files, so its tokens have no texts that a grammar is of")
+            raise UsageError(
+                "this engine was not loaded from files, so it has no tokenizer for a grammar; use Engine.load"
+            )
         return self._models.grammars.matcher(grammar, len(sequence.order.prompt))
 
     def _noise(self, sampling: Sampling, number: int) -> Noise:
-        """What a sequence draws with."""
+        """The noise with which a sequence draws its tokens."""
         if sampling.greedy:
             return CommonNoise(None)
         if sampling.seed is not None:
@@ -519,7 +533,7 @@ class SequenceSetup:
 
 
 def _alike(some: dict[str, float], others: dict[str, float]) -> bool:
-    """Whether tiers are expected to take about as long by both, which are seconds by their names."""
+    """Whether both give about the same seconds for the same tiers, by name."""
     return some.keys() == others.keys() and all(
         seconds <= _ALIKE * others[name] and others[name] <= _ALIKE * seconds for name, seconds in some.items()
     )

@@ -1,13 +1,15 @@
-"""The full cache: every token's keys and values, exact. Here too: attention to its blocks, and the *mass* of each
-chunk, the share of attention that recent tokens gave to it, by which a retrieval cache selects.
+"""The full cache: the exact keys and values of every token.
 
-Where the blocks are stored is the business of `device_blocks` or `streamed_blocks`. Keys carry the rotation of their
-true position. A layer with a sliding window attends only to the blocks its window reaches. Where other layers have none
-it keeps no more than that (`windows`); where all have one they keep every token too.
+This module also computes attention to the cache's blocks, and the *mass* of each chunk: the share of their attention
+that recent tokens gave to it. A retrieval cache chooses its chunks by the mass.
 
-Blocks are attended one by one, in the order of their positions, each call of a step going on from the one before; where
-the compiled kernels take all blocks of a layer, in one call. Both give the same bits, but for the many rows of a
-prefill that flash kernels or PyTorch's operations compute.
+`device_blocks` or `streamed_blocks` store the blocks. Keys are rotated by their true positions. A layer with a sliding
+window attends only to blocks that its window reaches. If other layers of the model have no window, the layer also
+stores no more than that (`windows`). If all layers have windows, they store every token.
+
+Attention takes the blocks one by one, in the order of their positions. In a step, each call continues the sum of the
+call before. If the compiled kernels can take all blocks of a layer, there is a single call. Both ways give the same
+bits, except for the many rows of a prefill if flash kernels or PyTorch's operations compute them.
 """
 
 from __future__ import annotations
@@ -52,27 +54,29 @@ from .states import States
 from .windows import WindowBlocks
 
 MASS_ROWS = 32
-"""Rows of the longest verification, where it is not known."""
+"""Rows of the longest verification, if the run does not say."""
 
 RECENT_ROWS = 8
-"""A pass of so many tokens replaces the mass; of a prefill the last so many count."""
+"""A pass of this number of tokens, or more, replaces the mass. In a prefill, only this number of last tokens counts."""
 
 BlockCollector = Callable[[int, int, Tensor], None]
-"""Is handed each block that a pass attends to: layer, position of the block's first token, and the block's keys and
-values `[2, num_kv_heads, any, head_dim]`, which are on the device until the call returns."""
+"""A function that is called for each block that a pass attends to. Its arguments: the layer, the position of the
+block's first token, and the block's keys and values `[2, num_kv_heads, any, head_dim]`, which stay on the device until
+the call returns."""
 
 
 @dataclass
 class ReadCounter:
-    """Keys and values that attention has read, and the time it took."""
+    """Bytes of the keys and values that attention has read, and the time it took."""
 
     num_bytes: int = 0
     seconds: float = 0.0
-    """0 on a GPU, which computes asynchronously: there the time is not known."""
+    """0 on a GPU: it computes asynchronously, so the time is not known."""
 
 
 class FullCache:
-    """Keys and values of every token, but for what windows do not reach. See `tp.decoder.Cache` for the interface."""
+    """The keys and values of every token, except those that windows no longer reach. See `tp.decoder.Cache` for the
+    interface."""
 
     def __init__(
         self,
@@ -88,19 +92,20 @@ class FullCache:
         states: States | None = None,
     ) -> None:
         """Args:
-        config: of the rank's part of the model.
-        blocks: where keys and values from position `start` on are, empty; a block is whole chunks. Of layers that keep
-            the last tokens only they have none.
-        chunk_size: tokens whose attention is summed.
-        prefix: another sequence's cache, which holds the first `start` tokens of this one too, as long as this lives.
-        start: whole chunks, and whole splits of the attention kernels.
+        config: the configuration of the rank's part of the model.
+        rope: the rotation of queries and keys.
+        blocks: the empty blocks for keys and values from position `start` on. A block consists of whole chunks. They
+            have no place for layers that keep only the last tokens.
+        chunk_size: tokens of a chunk. The attention to a chunk is summed.
+        prefix: the cache of another sequence that holds the first `start` tokens of this sequence, too. It must keep
+            them as long as this cache exists.
+        start: the number of these tokens: whole chunks, and whole splits of the attention kernels.
         step_rows: see `Limits`.
-        windows, states: where the last tokens of other layers are, and their states, empty; `None`: memory is taken for
-            them.
+        windows, states: the empty memory for layers that keep only the last tokens, and for states; `None`: new memory.
         """
         self.config = config
         self.places: Sequence[int | None] = config.full_places
-        """Of each layer, its place in `blocks`; `None`: it is in `windows`."""
+        """For each layer, its place in `blocks`; `None`: the layer is in `windows`."""
         self.blocks = blocks
         self.windows = windows or WindowBlocks(config, dtype=blocks.dtype, device=blocks.device, chunk_size=chunk_size)
         self.states = states or States.of(config, blocks.dtype, blocks.device)
@@ -111,8 +116,8 @@ class FullCache:
         self.rope = rope
         self.end_run()
         self._filled = [start] * config.kv_layers
-        self._begin = self._stop = start  # of the pass under way
-        self._restored = 0  # leading tokens
+        self._begin = self._stop = start  # positions of the current pass
+        self._restored = 0  # the number of first tokens that were restored
         self._restored_with: tuple[int | None, ...] = ()  # the numbers of their arithmetic
         rope.reserve(self.capacity)
 
@@ -138,12 +143,12 @@ class FullCache:
 
     @property
     def capacity(self) -> int:
-        """Tokens there is room for."""
+        """The maximum number of tokens."""
         return self.start + self.blocks.capacity
 
     @property
     def holders(self) -> list[FullCache]:
-        """The caches that hold this one's tokens, in the order of positions; itself the last."""
+        """The caches that hold this sequence's tokens, in the order of positions. This cache is the last."""
         return [*(self.prefix.holders if self.prefix else []), self]
 
     @property
@@ -152,7 +157,7 @@ class FullCache:
         return all(holder.blocks.all_on_device for holder in self.holders)
 
     def held(self) -> Held:
-        """See `offload.held`: of this cache's own tokens, not of its prefix's."""
+        """See `offload.held`. Only this cache's own memory, not that of its prefix."""
         yield from self.blocks.held()
         yield from self.held_beside()
         yield from self.mass.held()
@@ -161,35 +166,37 @@ class FullCache:
 
     @property
     def kept_bytes(self) -> int:
-        """Bytes that its own keys and values take on the device, with what they pass through."""
+        """Bytes that this cache's own keys, values and states take on the device, including the buffers through which
+        blocks stream."""
         return held_bytes([*self.blocks.held(), *self.held_beside()])
 
     def held_beside(self) -> Held:
-        """Beside blocks, what lasts from run to run."""
+        """The memory besides blocks that a cache keeps from run to run: windows and states."""
         yield from self.windows.held()
         yield from (("states", tensor) for tensor in (self.states.tensors() if self.states else ()))
 
     @property
     def bytes_on_host(self) -> int:
-        """Bytes of its own that are in host memory, where that is not the device's."""
+        """Bytes of this cache's own memory on the host, if the device is not the host."""
         return self.blocks.footprint.host + (self.states.bytes_on_host if self.states else 0)
 
     def read_so_far(self) -> ReadCounter:
-        """What attention has read of this cache's and its prefix's tokens."""
+        """What attention has read so far of the tokens of this cache and of its prefix."""
         reads = [holder.reads for holder in self.holders]
         return ReadCounter(sum(one.num_bytes for one in reads), sum(one.seconds for one in reads))
 
     def traffic(self) -> Traffic:
-        """What crossed the link that its blocks, or its prefix's, stream over, or a disk, so far, of all caches."""
+        """What crossed the link over which the blocks of this cache, or of its prefix, stream, or was read from a disk,
+        so far. It includes the traffic of other caches."""
         return max((holder.blocks.traffic() for holder in self.holders), key=lambda traffic: traffic.bytes_in)
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of one token's keys and values over the layers that keep every token."""
+        """Bytes of one token's keys and values in all layers that keep every token."""
         return self.config.full_layers.kv_bytes_per_token(self.blocks.dtype)
 
     def end_run(self) -> None:
-        """Gives back what only a run needs: what attention keeps from pass to pass, and what was taken for one that was
+        """Frees the memory that only a run needs: what attention keeps from pass to pass, and what a pass took that was
         broken off. Tokens stay."""
         self.blocks.release()
         self.windows.release()
@@ -197,44 +204,49 @@ class FullCache:
         self._collector: weakref.WeakMethod[Callable[[], BlockCollector | None]] | None = None
         config, max_chunks = self.config, -(-self.capacity // self.chunk_size)
         self._attention = BlockAttention(config.attention_scale, self.chunk_size)
-        self._steps: dict[int | None, PreparedStep | None] = {}  # the last ones, by window
+        self._steps: dict[int | None, PreparedStep | None] = {}  # the steps of the last pass, by window
         self.mass = RecentMass(config.kv_layers, config.num_kv_heads, max_chunks, self.chunk_size)
-        """What the passes of a run gave to chunks."""
+        """The attention mass of chunks in this run."""
 
     def keep_mass(self, rows: int) -> None:
-        """Has the passes to come keep the attention that chunks are chosen by, or not.
+        """Sets whether the following passes record the attention mass by which chunks are chosen.
 
         Args:
-            rows: of the run's longest verification. A pass over so many adds the attention of all of them by chunk, as
-                it is not known yet which are accepted. A longer pass is a prefill and adds that of its last
-                `RECENT_ROWS`. 0 keeps none.
+            rows: the rows of the run's longest verification; 0: no mass is recorded. A pass of up to this number of
+                rows records the attention of all its rows, because it is not yet known which are accepted. A longer
+                pass is a prefill, and records the attention of its last `RECENT_ROWS` rows.
         """
-        if not rows:  # what is there would be older than the last tokens
+        if not rows:  # the recorded mass would become outdated
             self.mass.forget()
         self._mass_rows = rows
 
     def hand_blocks_to(self, collector: Callable[[], BlockCollector | None]) -> None:
-        """Has the blocks that a pass attends to handed to what `collector` gives then, where they are not all on the
-        device: until `end_run`, and as long as the object lives whose method it is."""
+        """Passes each block that a pass attends to on to a collector, for a cache whose blocks are not all on the
+        device.
+
+        Args: `collector` is a method. It is called in each pass, and returns the collector or `None`. It is used until
+            `end_run`, and only as long as its object exists.
+        """
         self._collector = weakref.WeakMethod(collector)
 
     def leave_hidden_states_in(self, states: HiddenStates) -> None:
-        """Has passes leave there what a multi-token-prediction head reads: until `end_run`, and as long as it lives."""
+        """Stores the hidden states of the following passes in `states`, for a multi-token-prediction head: until
+        `end_run`, and only as long as `states` exists."""
         self._hidden_states = weakref.ref(states)
 
     @property
     def hidden_states(self) -> HiddenStates | None:
-        """Where passes leave that, if such a head drafts."""
+        """The object in which passes store their hidden states; `None` if no multi-token-prediction head drafts."""
         return self._hidden_states and self._hidden_states()
 
     @property
     def leaves_hidden_states(self) -> bool:
-        """Whether passes leave what such a head reads."""
+        """Whether passes store their hidden states for a multi-token-prediction head."""
         return self.hidden_states is not None
 
     @property
     def collector(self) -> BlockCollector | None:
-        """What the next pass is to hand its blocks to."""
+        """The collector to which the next pass must pass its blocks; `None`: no collector."""
         collector = self._collector and self._collector()
         return collector() if collector else None
 
@@ -246,7 +258,7 @@ class FullCache:
         self.blocks.prepare(self._begin - self.start, n)
 
     def begin(self, n: int) -> None:
-        """Announces a pass over `n` tokens; several caches may share the pass."""
+        """Announces a pass over the next `n` tokens. Several caches may take part in the pass."""
         self._begin, self._stop = self.length, self.length + n
         if self.states:
             self.states.begin(self.length, n)
@@ -263,39 +275,42 @@ class FullCache:
         raise NotImplementedError("the target is no multi-token-prediction head")
 
     def pausable(self, n: int) -> bool:
-        """Whether a pass over `n` tokens can be set aside between two layers: not where blocks stream past in it."""
+        """Whether a pass over `n` tokens can be paused between two layers. A step whose blocks stream cannot."""
         return n > self._step_rows or self.all_on_device
 
     def pause(self) -> list[PausedPass | None]:
-        """Sets a pass aside: other sequences' passes, which may share tokens with this one, can come before `resume`
-        goes on with it."""
+        """Pauses the current pass. Until `resume`, passes of other sequences may run, even of those that share tokens
+        with this one."""
         return [holder.blocks.pause() for holder in self.holders]
 
     def resume(self, paused: Sequence[PausedPass | None]) -> None:
-        """Goes on with a pass."""
+        """Continues a paused pass.
+
+        Args: `paused` is what `pause` returned.
+        """
         for holder, one in zip(self.holders, paused, strict=True):
             holder.blocks.resume(one)
 
     @property
     def under_way(self) -> bool:
-        """Whether a pass has begun and has not come to its end."""
+        """Whether a pass has begun and is not complete."""
         return self.length < self._stop
 
     def break_off(self) -> None:
-        """Gives up the pass under way, if it has not come to its end, between two layers or parts of them: the tokens
-        before it stay."""
+        """Gives up the current pass if it is not complete. The tokens before it stay. May be called between two layers,
+        or between two parts of a layer."""
         self.rollback(self._begin if self.under_way else self._stop)
 
     def append(self, layer: int, k: Tensor, v: Tensor) -> None:
-        """Adds tokens to a layer without attending to anything.
+        """Adds tokens to a layer without computing attention.
 
         Args:
             layer: layers are called in ascending order after `prepare`, each with the same tokens in one or several
                 parts.
-            k, v: `[num_kv_heads, n, head_dim]`, keys rotated to their positions.
+            k, v: `[num_kv_heads, n, head_dim]`, keys rotated by their positions.
 
         Raises:
-            ValueError: there is no room for them.
+            ValueError: the cache has no room for these tokens.
         """
         start, place = self._filled[layer], self.places[layer]
         if place is None:
@@ -305,15 +320,15 @@ class FullCache:
         self._filled[layer] += k.shape[1]
 
     def note_appended(self, layer: int, n: int) -> None:
-        """Says that so many tokens were added to a layer, whose keys and values are in their places."""
+        """Counts `n` more tokens of a layer, whose keys and values were already written to their places."""
         self._filled[layer] += n
 
     def room_in_block(self) -> int:
-        """How many tokens may come next that belong into a block that holds others already."""
+        """How many more tokens fit into the last block; 0 if it is full."""
         return -(self.length - self.start) % self.blocks.block_size
 
     def recent_mass(self, layer: int) -> Tensor:
-        """The shares of attention that the last tokens gave to each whole chunk: see `RecentMass.recent`."""
+        """The attention mass of each whole chunk, see `RecentMass.recent`."""
         return self.mass.recent(layer, self.length)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -323,11 +338,17 @@ class FullCache:
         return self.attend_rotated(layer, q)
 
     def rotation(self) -> RopeRows:
-        """What the tokens of the pass that is prepared are rotated by."""
+        """The rotation of the tokens in the prepared pass."""
         return self.rope.rows(self._begin, self._stop - self._begin)
 
     def attend_rotated(self, layer: int, q: Tensor) -> Tensor:
-        """`attend` for the rotated queries of the tokens that were appended last."""
+        """Attention of the tokens that were appended last to all tokens so far.
+
+        Args: `q` is `[num_heads, n, head_dim]`, rotated.
+
+        Returns:
+            `[num_heads, n, head_dim]` in `q`'s dtype.
+        """
         n = q.shape[1]
         start = self._filled[layer] - n
         began = time.perf_counter()
@@ -350,8 +371,9 @@ class FullCache:
         return out
 
     def steps(self, rows: StepRows) -> list[Callable[[], object] | None] | None:
-        """Of each layer what does `append` and `attend_rotated` for the rows of a step, see
-        `kernels.attention.PreparedStep`; `None` for a layer, or for the whole pass that is prepared: not these."""
+        """For each layer, a function that does `append` and `attend_rotated` for the rows of a step in one call, see
+        `kernels.attention.PreparedStep`. An entry is `None` if this is not possible in a layer. The result is `None` if
+        it is not possible in the prepared pass."""
         n = rows.q.shape[1]
         if self.prefix or self.mass_rows_of(n) or n > self.room_in_block():
             return None
@@ -378,7 +400,7 @@ class FullCache:
         return steps
 
     def _take_step(self, layer: int, step: PreparedStep, addresses: Sequence[int], n: int) -> None:
-        """Takes one of `steps`, for `n` rows."""
+        """Runs a prepared step of `n` rows in a layer."""
         began = time.perf_counter()
         step(addresses)
         start, stop = self._filled[layer], self._filled[layer] + n
@@ -387,13 +409,13 @@ class FullCache:
         self.reads.seconds += time.perf_counter() - began
 
     def mass_rows_of(self, n: int) -> int:
-        """The last rows of a pass over `n` whose attention is kept."""
+        """How many last rows of a pass over `n` tokens have their attention recorded as mass."""
         if not self._mass_rows:
             return 0
         return n if n <= self._mass_rows else min(n, RECENT_ROWS)
 
     def _passing(self, layer: int, rows: QueryRows) -> Iterator[tuple[int, Tensor]]:
-        """The blocks that `rows` attend to, each collected and counted."""
+        """Yields the blocks that `rows` attend to. Passes each to the collector, and counts it as read."""
         collector = self.collector
         joined = takes_joined(rows.q, self.blocks.block_size)
         for position, block in self._pieces(layer, rows.first_key, rows.stop, joined):
@@ -405,12 +427,12 @@ class FullCache:
             self.release_prefix()
 
     def _pieces(self, layer: int, first: int, stop: int, joined: bool) -> Iterator[tuple[int, Tensor]]:
-        """See `Blocks.pieces`; those of the prefix come first, up to where it is this sequence's."""
+        """See `Blocks.pieces`. The blocks of the prefix come first, cut off at position `start`."""
         place = self.places[layer]
         if place is None:
             yield from self.windows.pieces(layer, first, stop)
             return
-        if self.prefix:  # a ring must be emptied of a layer's blocks, wanted or not
+        if self.prefix:  # all blocks of a layer must be taken from a ring, even those that are not needed
             for position, block in self.prefix._pieces(layer, min(first, self.start), self.start, joined):
                 if position < self.start and first < self.start:
                     yield position, block[:, :, : self.start - position]
@@ -418,29 +440,29 @@ class FullCache:
             yield self.start + position, block
 
     def release_prefix(self) -> None:
-        """Gives back what a pass over many tokens took to attend to those that others hold."""
+        """Frees the memory that a pass over many tokens took to attend to tokens of the prefix."""
         for holder in self.holders[:-1]:
             holder.blocks.release()
 
     def gather(self, layer: int, chunks: Tensor) -> tuple[Tensor, Tensor]:
-        """See `Blocks`. The chunks of a head ascend."""
+        """See `Blocks.gather`. The chunks of each head must be in ascending order."""
         place = self.places[layer]
         if place is None:
             return self.windows.gather(layer, chunks, self.chunk_size)
         return self._gather(place, chunks, self.length // self.chunk_size)
 
     def _gather(self, place: int, chunks: Tensor, stop: int) -> tuple[Tensor, Tensor]:
-        """`gather` from this cache and those that hold its prefix. For chunks after its own tokens it gives any others;
-        the cache that has them puts its own in their place.
+        """`gather` from this cache and its prefix. For chunks after the cache's own tokens, the result has keys and
+        values of any other chunks. The cache that holds them replaces these.
 
-        Args: `stop`: the number of whole chunks of the text that is gathered from.
+        Args: `stop` is the number of whole chunks of the text from which chunks are gathered.
         """
         size, border = self.chunk_size, self.start // self.chunk_size
         own = self.length // size - border
         if self.prefix is None:
             return self.blocks.gather(place, chunks.clamp(max=own - 1) if stop > own else chunks, size)
         found = self.prefix._gather(place, chunks, stop)
-        last = chunks[:, max(0, chunks.shape[1] - (stop - border)) :]  # no others can be here
+        last = chunks[:, max(0, chunks.shape[1] - (stop - border)) :]  # only these can be in this cache
         if own and last.shape[1]:
             ours = self.blocks.gather(place, (last - border).clamp_(0, own - 1), size)
             here = (last >= border).repeat_interleave(size, dim=1).unsqueeze(-1)
@@ -450,18 +472,19 @@ class FullCache:
         return found
 
     def slice(self, layer: int, start: int, stop: int) -> tuple[Tensor, Tensor]:
-        """See `Blocks`; of this cache's own tokens."""
+        """See `Blocks.slice`. Only for this cache's own tokens."""
         place = self.places[layer]
         if place is None:
             return self.windows.slice(layer, start, stop)
         return self.blocks.slice(place, start - self.start, stop - self.start)
 
     def count_read(self, tokens: int) -> None:
-        """Counts the keys and values of so many tokens of a layer as read."""
+        """Counts the keys and values of `tokens` tokens in one layer as read."""
         self.reads.num_bytes += tokens * self._kv_bytes // self.config.kv_layers
 
     def move_from(self, other: FullCache, length: int) -> None:
-        """Moves the first `length` tokens of `other` here, if that can be done. This was empty; `other` is now."""
+        """Moves the first `length` tokens of `other` into this empty cache, if the blocks can be moved. `other` must
+        not be used afterwards."""
         if self.blocks.move_from(other.blocks, length):
             self._copy_others(other, length)
             self._filled = [length] * len(self._filled)
@@ -469,13 +492,16 @@ class FullCache:
             self._restored, self._restored_with = min(length, other._restored), other._restored_with
 
     def copy_from(self, other: FullCache, length: int) -> None:
-        """Copies the first `length` tokens of `other` here, which it reaches, but for those of the prefix, which begins
-        no earlier than its own. This was empty."""
+        """Copies the first `length` tokens of `other` into this empty cache, except those that this cache's prefix
+        holds.
+
+        `length` must be reachable in `other` (`reachable`). The prefix of `other` must not be longer than this cache's.
+        """
         start = self.start
         self._copy_others(other, length)
         if length == start:
             return
-        other.blocks.drain()  # blocks may be on their way to where they are read
+        other.blocks.drain()  # blocks may still be on their way to the place from which they are read
         with torch.inference_mode():
             for place in range(self.config.full_layers.num_layers):
                 found = torch.cat(other.blocks.export(place, start - other.start, length - other.start)(), dim=2)
@@ -488,24 +514,27 @@ class FullCache:
         self.restored(length, other.computed_with(start, length))
 
     def _copy_others(self, other: FullCache, length: int) -> None:
-        """Copies what of the first `length` tokens is not in blocks."""
+        """Copies what the first `length` tokens have outside of blocks: windows and states."""
         self.windows.copy_from(other.windows, length)
         if self.states and other.states:
             self.states.copy_from(other.states, length)
 
     def export(self, layer: int, start: int, stop: int) -> Callable[[], list[Tensor]]:
-        """See `Blocks`; of this cache's own tokens, and zeros of those that a layer does not keep any more."""
+        """See `Blocks.export`. Only for this cache's own tokens. Tokens that a layer no longer keeps are zeros."""
         place = self.places[layer]
         if place is None:
             return self.windows.export(layer, start, stop)
         return self.blocks.export(place, start - self.start, stop - self.start)
 
     def first_restored(self, layer: int, stop: int) -> int:
-        """Position of the first token that `restore` needs for all that a layer keeps of `stop` tokens."""
+        """Position of the first token that `restore` needs to fill a layer with what it keeps of `stop` tokens."""
         return 0 if self.places[layer] is not None else self.windows.first_seen(layer, stop)
 
     def restore(self, layer: int, start: int, stop: int, read: Callable[[list[Tensor]], None]) -> None:
-        """See `Blocks`; of a cache without prefix. Tokens before `start` are none that the layer keeps."""
+        """See `Blocks.restore`. Only for a cache without a prefix.
+
+        Args: `start` is the position of the first token that is restored. The layer keeps no tokens before it.
+        """
         place = self.places[layer]
         if place is None:
             self.windows.restore(layer, start, stop, read)
@@ -513,10 +542,10 @@ class FullCache:
             self.blocks.restore(place, stop, read)
 
     def restored(self, length: int, computed_with: Sequence[int | None] = (None,)) -> None:
-        """Says that every layer holds `length` tokens now, put there by `restore`, and nothing else. States are those
-        behind them already, or `length` is 0.
+        """Sets the length after `restore` has put the first `length` tokens into every layer. All other tokens are
+        gone. The states must already be those after these tokens, or `length` must be 0.
 
-        Args: `computed_with` are the numbers of the arithmetic that computed them, see `computed_with`.
+        Args: `computed_with` has the numbers of the arithmetic that computed them, see the method `computed_with`.
         """
         self._filled = [length] * len(self._filled)
         self._begin = self._stop = length
@@ -526,22 +555,26 @@ class FullCache:
             self.states.restart(0)
 
     def computed_with(self, first: int, stop: int) -> tuple[int | None, ...]:
-        """The numbers of the arithmetic that computed the tokens from `first` to `stop`: what was restored keeps its
-        own, of all of it together; what was computed here has that of here. `None` is one that is not known."""
+        """The numbers of the arithmetic that computed the tokens from `first` to `stop`; `None` is an unknown number.
+
+        If some of these tokens were restored, the result has the numbers of all restored tokens. If some were computed
+        in this process, it has the number of this process.
+        """
         restored = self._restored_with if first < self._restored else ()
         here = (arithmetic(self.blocks.device.type),) if stop > self._restored else ()
         return tuple(dict.fromkeys((*restored, *here)))
 
     def reachable(self, length: int) -> int:
-        """The most tokens, up to so many, that it can be rolled back to, or that can be copied: no layer lacks some of
-        what comes before the next one."""
+        """The maximum number of tokens, up to `length`, to which this cache can be rolled back, or which can be copied.
+        In every layer, all that the next token attends to must still be present."""
         if self.states:
             length = self.states.reachable(length)
         return length if self.windows.reaches(length) else 0
 
     def holds_segment(self, first: int, stop: int) -> bool:
-        """Whether what is saved of the tokens from `first` to `stop` beside all keys and values is there: what windows
-        see before the end, or before a few tokens less, and the states behind it."""
+        """Whether the tokens from `first` to `stop` can be saved as a segment: layers with windows must still have what
+        their windows cover before the end, and before a few tokens earlier; and there must be the states after the end.
+        """
         seen = (one for one in (stop, max(first, stop - RECENT_ROWS)) if one)
         return all(map(self.windows.reaches, seen)) and (not self.states or self.states.holds(stop))
 
@@ -556,8 +589,8 @@ class FullCache:
             self.windows.forget()
             length = self.start
             if self.states and self.states.reachable(length) < length:
-                raise RuntimeError(f"the states behind the {length:,} tokens of the prefix are gone")
-        if not length:  # what windows hold may begin behind the first token
+                raise RuntimeError(f"the states after the {length:,} tokens of the prefix are gone")
+        if not length:  # windows may hold only later tokens
             self.windows.forget()
         if self.states:
             self.states.rollback(length)
@@ -571,30 +604,30 @@ class FullCache:
 
 @dataclass(frozen=True)
 class QueryRows:
-    """The query rows of a pass, and how much of their attention is to be noted."""
+    """The query rows of a pass, and how many of them have their attention mass recorded."""
 
     q: Tensor
     """`[num_heads, n, head_dim]`, rotated."""
     start: int
-    """Position of the first row; each row sees the keys up to its own position."""
+    """Position of the first row. Each row attends to the keys up to its own position."""
     window: int
-    """The number of keys, its own included, that a row sees at most."""
+    """The maximum number of keys to which a row attends, including its own."""
     mass_rows: int
-    """The last rows whose attention is to be summed by chunk; 0 for none."""
+    """How many last rows have their attention summed by chunk; 0: none."""
 
     @property
     def stop(self) -> int:
-        """Position behind the last row."""
+        """Position of the last row plus 1."""
         return self.start + self.q.shape[1]
 
     @property
     def first_key(self) -> int:
-        """Position of the first key that any row sees."""
+        """Position of the first key to which any row attends."""
         return max(0, self.start + 1 - self.window)
 
     def of_mass(self, lse: Tensor) -> Tensor:
-        """Of `lse` `[num_heads, n]` what is of the rows whose attention is to be summed: of many a copy, as what each
-        block gives is kept until the last one has come."""
+        """The part of `lse` `[num_heads, n]` that belongs to the last `mass_rows` rows. It is a copy if there are other
+        rows, because the parts of all blocks are kept until the last block."""
         rest = lse.shape[1] - self.mass_rows
         return lse[:, rest:].clone() if rest and self.mass_rows else lse[:, rest:]
 
@@ -602,12 +635,13 @@ class QueryRows:
 class BlockAttention:
     """Attention of a pass's rows to the blocks of a layer.
 
-    Both ways give the output `[num_heads, n, head_dim]`, in the rows' dtype; the log-sum-exp of the last rows,
-    `[num_heads, mass_rows]`; and what these give to chunks, part by part, which holds until the next call.
+    `together` and `one_by_one` both return the output, `[num_heads, n, head_dim]` in the rows' dtype; the log-sum-exp
+    of the last rows, `[num_heads, mass_rows]`; and the shares of attention that these rows give to chunks, in parts,
+    which are valid until the next call.
     """
 
     def __init__(self, scale: float, chunk_size: int) -> None:
-        """Args: `scale` is the factor on scores; `chunk_size` is in tokens; a block is whole chunks."""
+        """Args: `scale` is the factor on scores. `chunk_size` is in tokens; a block consists of whole chunks."""
         self._scale = scale
         self._chunk_size = chunk_size
         self._scratch, self._shares = Scratch(), Shares()
@@ -618,12 +652,14 @@ class BlockAttention:
         yield from self._shares.held()
 
     def together(self, rows: QueryRows, blocks: Tensor) -> tuple[Tensor, Tensor, list[MassPart]]:
-        """Attends to `blocks` `[num_blocks, 2, num_kv_heads, block_size, head_dim]`, which begin at the first token, in
-        one call: where `takes_blocks` says so."""
+        """Attends to all `blocks` in one call. Only if `takes_blocks` is true.
+
+        Args: `blocks` is `[num_blocks, 2, num_kv_heads, block_size, head_dim]`, from the first token on.
+        """
         chunks = -(-rows.stop // self._chunk_size)
         self._shares.begin()
         mass = self._shares.get(rows.q, rows.mass_rows, chunks) if rows.mass_rows else None
-        visible = chunks * self._chunk_size  # what is behind the last token in its chunk is hidden by the diagonal
+        visible = chunks * self._chunk_size  # the diagonal hides positions after the last token
         out, lse = attend_blocks(
             rows.q, blocks, visible, scale=self._scale, diagonal=rows.start, window=rows.window, mass=mass, rounded=True
         )
@@ -633,12 +669,15 @@ class BlockAttention:
     def one_by_one(
         self, rows: QueryRows, blocks: Iterable[tuple[int, Tensor]]
     ) -> tuple[Tensor, Tensor, list[MassPart]]:
-        """Attends to blocks in the order of their positions: that of the first token and `[2, num_kv_heads, any,
-        head_dim]`."""
+        """Attends to `blocks` one after another.
+
+        Args: `blocks` are in the order of positions: the position of the first token, and keys and values
+            `[2, num_kv_heads, any, head_dim]`.
+        """
         self._shares.begin()
         parts: list[MassPart] = []
         running: Tensor | None = None
-        whole: tuple[Tensor, Tensor] | None = None  # over the blocks so far
+        whole: tuple[Tensor, Tensor] | None = None  # output and log-sum-exp over the blocks so far
         for position, block in blocks:
             if whole is None and accumulates(rows.q, block):
                 running = new_running(rows.q)
@@ -667,52 +706,56 @@ class BlockAttention:
 
     @staticmethod
     def in_one_piece(rows: QueryRows, blocks: Iterable[tuple[int, Tensor]]) -> Iterable[tuple[int, Tensor]]:
-        """The same keys and values copied together, for flash kernels, whose result in 16 bits depends on where pieces
-        end; as they are for other implementations."""
+        """Joins `blocks` to a single piece (a copy) for flash kernels: in 16 bits, their result depends on where pieces
+        end. For other implementations, returns the blocks unchanged."""
         coming = iter(blocks)
         position, block = next(coming)
         if accumulates(rows.q, block):
             return chain([(position, block)], coming)
-        parts = [block.clone(), *(block.clone() for _, block in coming)]  # each is there until the next is asked for
+        parts = [block.clone(), *(block.clone() for _, block in coming)]  # each is valid until the next is requested
         return [(position, torch.cat(parts, dim=2))]
 
 
 @dataclass(frozen=True)
 class MassPart:
-    """The shares that some consecutive chunks got of the attention of a pass's last rows."""
+    """The shares of attention that a pass's last rows gave to some consecutive chunks."""
 
     first: int
     """The first chunk."""
     shares: Tensor
-    """`[num_heads, rows, chunks]`, of each row's attention over the keys that `lse` is over."""
+    """`[num_heads, rows, chunks]`: shares of each row's attention to the keys that `lse` covers."""
     lse: Tensor
-    """`[num_heads, rows]`, log-sum-exp of each row over the part, or over it and those before."""
+    """`[num_heads, rows]`, the log-sum-exp of each row over this part, or over this part and those before."""
 
 
 class Shares:
-    """Memory for the shares that the pieces of a layer get, which hold until those of the next layer do: one buffer, as
-    large as all pieces of a layer were together at most. A buffer for each would in time be as large as the largest
-    piece there was in its place, as an open stretch moves on."""
+    """Memory for the shares of all pieces of a layer, which are valid until the next layer begins.
+
+    It is one buffer, as large as all pieces of a layer together ever were. With one buffer for each piece, each buffer
+    would grow to the largest piece that was ever in its place, because the open stretch moves on.
+    """
 
     def __init__(self) -> None:
         self._buffer: Tensor | None = None
-        self._taken = self._most = 0  # numbers in the layer under way, and in any before
+        self._taken = self._most = 0  # values in the current layer, and the maximum of earlier layers
 
     def begin(self) -> None:
         """Begins a layer."""
         self._most, self._taken = max(self._most, self._taken), 0
         if self._buffer is not None and self._buffer.numel() < self._most:
-            self._buffer = None  # before a larger one is taken
+            self._buffer = None  # freed before a larger one is taken
 
     def get(self, q: Tensor, rows: int, chunks: int) -> Tensor:
-        """For the next piece, uninitialised: `[num_heads, rows, chunks]`, of some of the queries `q` `[num_heads, any,
-        head_dim]`, in the dtype of sums."""
+        """Uninitialised memory for the next piece: `[num_heads, rows, chunks]`, at least float32.
+
+        Args: `q` is `[num_heads, any, head_dim]`; it gives the number of heads, the device and the dtype.
+        """
         shape = q.shape[0], rows, chunks
         first, self._taken = self._taken, self._taken + math.prod(shape)
         if self._buffer is None:
             dtype = torch.promote_types(q.dtype, torch.float32)
             self._buffer = torch.empty(max(self._most, self._taken), dtype=dtype, device=q.device)
-        if self._taken > self._buffer.numel():  # from the next layer on there is room for it
+        if self._taken > self._buffer.numel():  # the buffer is larger from the next layer on
             return torch.empty(shape, dtype=self._buffer.dtype, device=q.device)
         return self._buffer[first : self._taken].view(shape)
 
@@ -723,9 +766,11 @@ class Shares:
 
 
 class RecentMass:
-    """The shares of attention that the last tokens gave to chunks, by layer: one mean over tokens and the query heads
-    of a KV head. A pass of `RECENT_ROWS` tokens or more takes the place of what was there, a shorter one counts by its
-    tokens. Those that are rejected later count too: they ask for much the same chunks as what follows in their place.
+    """The attention mass of chunks, by layer: a mean over recent tokens and over the query heads of a KV head.
+
+    A pass of `RECENT_ROWS` tokens or more replaces the mean. A shorter pass is averaged in, with a weight in proportion
+    to its tokens. Tokens that are rejected later count too: they attend to much the same chunks as the tokens that take
+    their place.
     """
 
     def __init__(self, num_layers: int, num_kv_heads: int, max_chunks: int, chunk_size: int) -> None:
@@ -734,17 +779,17 @@ class RecentMass:
         self._is_known = [False] * num_layers
 
     def recent(self, layer: int, length: int) -> Tensor:
-        """What each whole chunk of the first `length` tokens got, `[num_kv_heads, length // chunk_size]`, float32;
-        there must have been an `add`."""
+        """The mass of each whole chunk of the first `length` tokens, `[num_kv_heads, length // chunk_size]`, float32.
+        Only after an `add` for this layer."""
         assert self._is_known[layer]
         return self._means[layer][:, : length // self._chunk_size]
 
     def add(self, layer: int, start: int, parts: Sequence[MassPart], lse: Tensor) -> None:
-        """Adds the last rows of a pass over tokens from position `start` on.
+        """Adds the attention of the last rows of a pass over the tokens from position `start` on.
 
         Args:
-            parts: in the order of chunks; chunks that they leave out got nothing.
-            lse: `[num_heads, rows]`, of each row over all keys.
+            parts: in the order of chunks. Chunks that are in no part got no attention.
+            lse: `[num_heads, rows]`, the log-sum-exp of each row over all keys.
         """
         shares = parts[0].shares
         if not self._means[layer].numel():
@@ -753,12 +798,13 @@ class RecentMass:
         mean, weight = self._means[layer], min(1.0, shares.shape[1] / RECENT_ROWS)
         if not self._is_known[layer]:
             weight, self._is_known[layer] = 1.0, True
-        # Chunks behind these are of tokens that were rolled back.
+        # The mass of later chunks belongs to tokens that were rolled back.
         kept = 0 if weight == 1.0 else min(-(-start // self._chunk_size), self._max_chunks)
         if adds_mass_compiled(shares):
             add_mass_compiled(mean, [(one.first, one.shares, one.lse) for one in parts], lse, kept, weight)
             return
-        # What is not finite, of a draft token that is rejected for that, must not stay: hence `nan_to_num`.
+        # A draft token whose attention is not finite is rejected for that. `nan_to_num` keeps its values out of the
+        # mass.
         found = [(first, self._by_head(shares)) for first, shares in _consecutive_shares(parts, lse)]
         if len(found) > 1 or found[0][0]:
             mean[:, kept:] = 0
@@ -767,7 +813,7 @@ class RecentMass:
                 there = mean[:, first : first + new.shape[1]]
                 there.add_(new[:, : there.shape[1]].nan_to_num_(), alpha=weight)
             return
-        new = found[0][1]  # of all chunks so far
+        new = found[0][1]  # covers all chunks so far
         mean[:, kept or new.shape[1] :] = 0
         if kept:
             mean[:, : new.shape[1]].lerp_(new.nan_to_num_(), weight)
@@ -784,20 +830,23 @@ class RecentMass:
         yield from (("mass", mean) for mean in self._means)
 
     def forget(self) -> None:
-        """Drops what was given so far; its memory stays."""
+        """Discards the mass of all layers. The memory stays."""
         self._is_known = [False] * len(self._is_known)
 
 
 def _consecutive_shares(parts: Sequence[MassPart], lse: Tensor) -> Iterator[tuple[int, Tensor]]:
-    """The shares of consecutive parts put together, of each row's attention over all keys: the first chunk and
-    `[num_heads, rows, chunks]`. One operation for many parts, as a pass that streams has one for each block."""
-    if len(parts) == 1:  # then it has all keys
+    """Joins the shares of adjacent parts, and converts them to shares of each row's attention to all keys.
+
+    Yields the first chunk and `[num_heads, rows, chunks]`. Many parts are converted in one operation, because a pass
+    that streams has one part for each block.
+    """
+    if len(parts) == 1:  # this part covers all keys
         yield parts[0].first, parts[0].shares
         return
     shares = torch.cat([part.shares for part in parts], dim=-1)
     factors = torch.stack([part.lse for part in parts], dim=-1).sub_(lse.unsqueeze(-1)).exp_()
     done = chunks = 0
-    for size, alike in groupby(parts, key=lambda part: part.shares.shape[-1]):  # hardly ever more than three kinds
+    for size, alike in groupby(parts, key=lambda part: part.shares.shape[-1]):  # rarely more than three sizes
         count = len(list(alike))
         some = shares[..., chunks : chunks + count * size].unflatten(-1, (count, size))
         some *= factors[..., done : done + count].unsqueeze(-1)
@@ -805,7 +854,7 @@ def _consecutive_shares(parts: Sequence[MassPart], lse: Tensor) -> Iterator[tupl
     first = at = 0
     for i, part in enumerate(parts):
         stop = at + part.shares.shape[-1]
-        if i + 1 == len(parts) or parts[i + 1].first != part.first + stop - at:  # the next one is not behind it
+        if i + 1 == len(parts) or parts[i + 1].first != part.first + stop - at:  # the next part is not adjacent
             yield part.first - (at - first), shares[..., first:stop]
             first = stop
         at = stop

@@ -1,4 +1,4 @@
-"""What a multi-token-prediction head reads: the hidden states that the target has of a sequence's last tokens."""
+"""The target's hidden states of a sequence's last tokens: the input of a multi-token-prediction head."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from ...tp.model.config import ModelConfig
 from ..held import Held
 
 KEPT_TOKENS = 512
-"""Of a sequence. What the head's window depends on, and the tokens of a round, are no more, unless nothing was drafted
-for long."""
+"""Tokens of a sequence whose hidden states are kept. The head's window and the tokens of a round do not need more,
+unless nothing was drafted for a long time."""
 
 
 def hidden_state_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
@@ -20,28 +20,31 @@ def hidden_state_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
 
 
 class HiddenStates:
-    """Of the last tokens of one sequence, behind the target's last norm.
+    """The hidden states of one sequence's last tokens, after the target's last norm.
 
-    The target's passes keep them, whatever cache they are over: what the full cache says of a token takes the place of
-    what the retrieval cache said. Where a draft goes on from tokens that the target has not seen, the head's own result
-    stands for that of the last one.
+    All passes of the target store them, over any cache. A result with the full cache replaces that with the retrieval
+    cache. If drafting continues after tokens that the target has not processed, the head's own result is used for the
+    last of them.
     """
 
     def __init__(self, target: Decoder) -> None:
         self._target = target
         size = target.config.hidden_size
-        # Of position p in row p mod `KEPT_TOKENS`, and in the last one a result of the head's own.
+        # Position p is in row p mod `KEPT_TOKENS`. The last row has the head's own result.
         self._rows = torch.zeros(KEPT_TOKENS + 1, size, dtype=target.dtype, device=target.device)
-        self._own = -1  # the position that this result is of
+        self._own = -1  # the position of this result
         self.known = range(0)
-        """The positions whose hidden states are there."""
+        """The positions whose hidden states of the target are stored."""
 
     def held(self) -> Held:
         """See `offload.held`."""
         yield "draft_kv", self._rows
 
     def keep(self, stop: int, hidden: Tensor) -> None:
-        """Keeps what tokens up to position `stop` have behind the target's last layer, `[n, hidden]`."""
+        """Stores the hidden states of the `n` tokens before position `stop`.
+
+        Args: `hidden` is the output of the target's last layer, `[n, hidden]`.
+        """
         last = hidden[-KEPT_TOKENS:]
         start = stop - len(last)
         self._rows[self._slots(range(start, stop))] = self._target.normed(last)
@@ -50,17 +53,17 @@ class HiddenStates:
         self._own = -1
 
     def cut(self, stop: int) -> None:
-        """Forgets those of tokens from position `stop` on."""
+        """Forgets the hidden states of tokens from position `stop` on."""
         self.known = range(min(self.known.start, stop), min(self.known.stop, stop))
 
     def keep_own(self, position: int, result: Tensor) -> None:
-        """Keeps the head's result for a token, `[1, hidden]`, until the target has one."""
+        """Stores the head's own result for a token, `[1, hidden]`, until the target has a result."""
         self._rows[-1:] = result
         self._own = position
 
     def before(self, start: int, n: int) -> Tensor:
-        """Those of the tokens before each of `n` from position `start` on, `[n, hidden]`; zeros where none is kept,
-        which lowers acceptance only."""
+        """The hidden states of the tokens before each of the `n` tokens from position `start` on, `[n, hidden]`. Those
+        that are not stored are zeros, which only lowers acceptance."""
         wanted = range(start - 1, start - 1 + n)
         found = range(max(wanted.start, self.known.start), min(wanted.stop, self.known.stop))
         rows = self._rows.new_zeros(n, self._rows.shape[1])

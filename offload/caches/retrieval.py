@@ -1,8 +1,9 @@
-"""The retrieval cache: a fixed budget of the most relevant chunks of a full cache, and everything since, in one buffer.
+"""The retrieval cache: the most relevant chunks of a full cache, up to a fixed budget, and all later tokens.
 
-The drafting tier runs the target's own weights on it. Chunks are chosen per layer and KV head by the attention that the
-last tokens gave them in the full cache; keys keep the rotation of their true position. Tokens since the choice form the
-*tail*: their keys and values are the full cache's own once it has processed them, and the drafting tier's until then.
+A drafting tier runs the target's own weights on this cache. Chunks are chosen for each layer and KV head, by the
+attention that the last tokens gave them in the full cache. Keys keep the rotation of their true position. The tokens
+after the last choice are the *tail*. Their keys and values come from the drafting tier, until the full cache has
+processed these tokens; then they are copied from the full cache. Chunks and tail are in one buffer.
 """
 
 from __future__ import annotations
@@ -24,22 +25,25 @@ from .states import LEAST_ROWS, States
 from .token_slots import TokenSlots
 
 COPIED = 1024
-"""Tokens of a layer that are copied at a time where chunks are copied at once: what they are gathered in is no
-larger."""
+"""Tokens of a layer that are copied at a time if a refresh copies chunks itself. It limits the size of the buffer in
+which they are gathered."""
 
 
 @dataclass(frozen=True)
 class _Selection:
-    """Chunks that the next pass of the full cache copies here as their blocks stream by."""
+    """Chunks that the next pass of the full cache copies to the retrieval cache while their blocks stream."""
 
     chunks: list[Tensor]
     """`[num_kv_heads, count]` by layer."""
     base: int
-    """Position behind the last chunk that could be chosen: where the tail begins."""
+    """The end of the last chunk that could be chosen: the position at which the tail begins."""
 
 
 class RetrievalCache:
-    """A budget of chunks of `source` and the tail behind them. `refresh` must come before the first `attend`."""
+    """Chunks of `source` up to a budget, followed by the tail. See `tp.decoder.Cache` for the interface.
+
+    `refresh` must be called before the first `attend`.
+    """
 
     def __init__(
         self,
@@ -54,16 +58,18 @@ class RetrievalCache:
         join: Callable[[list[Tensor]], list[Tensor]] = list,
     ) -> None:
         """Args:
-        budget: in tokens, of which whole chunks of `chunk_size` tokens are kept (at least one).
-        tail: tokens there is room for behind the chunks; more take new memory.
-        headroom: those that may come before chunks that are chosen after the next round have taken their place.
+        source: the full cache from which chunks are chosen.
+        rope: the rotation of queries and keys.
+        budget: maximum number of tokens in chunks. Only whole chunks of `chunk_size` tokens are kept, at least one.
+        tail: tokens for which there is room after the chunks. More tokens take new memory.
+        headroom: tokens that may be added before the chunks that are chosen after the next round are in place.
         state_rows: tokens of a round whose states can be taken back.
-        join: averages over the ranks that hold the same KV head the mass that chunks got, all layers at a time.
+        join: averages the attention mass of chunks over the ranks that hold the same KV head, for all layers at once.
         """
         self.source = source
         self._join = join
         self.select: Callable[[Tensor, int], Tensor] = select_chunks
-        """Chooses chunks by their scores; those of a head ascend."""
+        """Chooses chunks by their scores, in ascending order for each head."""
         self._selected: _Selection | None = None
         self.chunk_size = chunk_size
         self.max_chunks = max(1, budget // chunk_size)
@@ -71,16 +77,16 @@ class RetrievalCache:
         self.rope = rope
         self._scale = source.config.attention_scale
         self._scratch = Scratch()
-        self._states: States | None = None  # from the first choice on, if `source` has any
+        self._states: States | None = None  # made at the first choice of chunks, if `source` has states
         self._state_rows = state_rows
         num_layers = source.config.kv_layers
         self._buffers: list[tuple[Tensor, Tensor]] = []  # keys, values [num_kv_heads, room, head_dim] per layer
         self._kept = 0  # tokens in chunks, at the front of a buffer
         self._tail_start = 0  # position of the first token of the tail
-        self._verified = 0  # tokens before this position hold the full cache's own keys and values
+        self._verified = 0  # tokens before this position have the full cache's keys and values
         self._filled = [0] * num_layers
         self.at: TokenSlots | None = None
-        self._memory = object()  # another one whenever buffers are replaced
+        self._memory = object()  # a new object whenever buffers are replaced
         self._drop_passes: list[weakref.WeakMethod[Callable[[], None]]] = []
         source.hand_blocks_to(self.collector)
 
@@ -102,8 +108,8 @@ class RetrievalCache:
 
     @property
     def tail_is_full(self) -> bool:
-        """Whether chunks must be chosen anew now, or the tail might have no room before they are; between a pass of
-        `source` and `update_tail`."""
+        """Whether chunks must be chosen now, because the tail may have no room until the next choice. To be asked
+        between a pass of `source` and `update_tail`."""
         base = self._selected.base if self._selected else self._tail_start
         return self.source.length - base + self._headroom > self._tail
 
@@ -145,10 +151,12 @@ class RetrievalCache:
         at.put(keys, k, self.rope.angles(layer, at.rotation, n))
         at.put(values, v)
         self._filled[layer] = start + n
-        window = self.source.config.sliding_window(layer)  # two slots are never further apart than their positions
+        # The window counts slots here. Two slots are never further apart than their positions, so no key is hidden that
+        # the window covers.
+        window = self.source.config.sliding_window(layer)
         if window is not None and isinstance(at.slot, int) and window >= at.slot + n:
             window = None
-        scratch = None if self.at else self._scratch  # a captured pass needs memory that stays where it is
+        scratch = None if self.at else self._scratch  # a captured pass needs memory at fixed addresses
         return attend(
             q,
             keys,
@@ -165,42 +173,43 @@ class RetrievalCache:
         return self._buffers[layer]
 
     def slot(self, n: int) -> int | None:
-        """The slot of the first of the next `n` tokens, where a pass over them attends to all slots before their own in
-        every layer; else `None`. Comes after `prepare`."""
+        """The slot of the first of the next `n` tokens, if a pass over them attends to all earlier slots in every
+        layer; otherwise `None`. To be called after `prepare`."""
         slot = self._slots_from(self.length).slot
         windows, rooms = self.source.config.sliding_windows, {keys.shape[1] for keys, _ in self._buffers}
         if not isinstance(slot, int) or self.at or any(window and window < slot + n for window in windows):
             return None
-        if len(rooms) > 1:  # memory ran out as they grew
+        if len(rooms) > 1:  # memory ran out while the buffers grew
             return None
         return slot
 
     def note_appended(self, layer: int, n: int) -> None:
-        """Says that so many tokens were added to a layer."""
+        """Counts `n` more tokens in a layer, whose keys and values were already written."""
         self._filled[layer] += n
 
     def rollback(self, length: int) -> None:
-        """Forgets tokens from `length` on. If that reaches into the chunks, `refresh` must come before `attend`."""
+        """Forgets tokens from `length` on. If `length` is before the tail, `refresh` must be called before `attend`."""
         self._filled = [min(filled, length) for filled in self._filled]
         self._verified = min(self._verified, length)
         if states := self.source.hidden_states:
             states.cut(length)
 
     def begin_anew(self) -> None:
-        """Forgets all tokens, as `source` goes on with another prompt; memory stays, with what was captured of it."""
+        """Forgets all tokens, because `source` continues with another prompt. The memory and captured passes stay."""
         self._selected, self._kept, self._tail_start = None, 0, 0
         self.rollback(0)
         self.source.hand_blocks_to(self.collector)
 
     @torch.inference_mode()
     def refresh(self, *, at_once: bool = False) -> None:
-        """Chooses the chunks anew by the attention of the last tokens in `source`, and copies the tail behind them.
+        """Chooses the chunks again, by the attention of the last tokens in `source`, and copies the tail after them.
 
-        The first time, and whenever all of `source` is on the device, the chunks are copied at once. Where blocks
-        stream, the next pass of `source` copies them (see `collector`), so nothing crosses the link for a refresh.
+        The chunks are copied immediately if this is the first refresh, or if all of `source` is on the device. If
+        blocks stream, the next pass of `source` copies them (see `collector`). So nothing crosses the link for a
+        refresh.
 
-        Args: `at_once`: copy them now in any case; it does not matter then what this holds, and for how long it was not
-            updated.
+        Args: `at_once`: copy the chunks immediately in any case. Then the present content does not matter, nor how long
+            ago it was updated.
         """
         length = self.source.length
         base = length // self.chunk_size * self.chunk_size
@@ -222,14 +231,14 @@ class RetrievalCache:
         self.update_tail()
 
     def reserve(self) -> None:
-        """Takes memory now for as many tokens as there should ever be."""
+        """Allocates memory for the whole budget and the tail."""
         self._make_room(1)
 
     @torch.inference_mode()
     def update_tail(self) -> None:
-        """Replaces the tail's keys and values by the full cache's own, up to the last token that is in it."""
+        """Replaces the tail's keys and values by those of the full cache, up to its last token."""
         length = self.source.length
-        if self._selected:  # the pass that ended has copied it
+        if self._selected:  # the last pass has copied these chunks
             self._kept = self._selected.chunks[0].shape[1] * self.chunk_size
             self._tail_start = self._verified = self._selected.base
             self._selected = None
@@ -242,12 +251,12 @@ class RetrievalCache:
         self._filled = [max(filled, length) for filled in self._filled]
 
     def collector(self) -> BlockCollector | None:
-        """What the next pass of `source` is to hand its blocks to, see `FullCache.hand_blocks_to`; `None` where no
-        chunks wait to be copied."""
+        """The function to which the next pass of `source` passes its blocks, see `FullCache.hand_blocks_to`; `None` if
+        no chunks wait to be copied."""
         return self._collect if self._selected else None
 
     def _choose(self, length: int) -> list[Tensor]:
-        """The chunks `[num_kv_heads, count]` to keep in each layer; none while there is no whole chunk."""
+        """Chooses the chunks of each layer, `[num_kv_heads, count]`. `count` is 0 if there is no whole chunk yet."""
         num_chunks = length // self.chunk_size
         if not num_chunks:
             shape = (self.source.config.num_kv_heads, 0)
@@ -261,13 +270,13 @@ class RetrievalCache:
         ]
 
     def _copy(self, layer: int, chunks: Tensor, first: int) -> None:
-        """Copies `chunks` `[num_kv_heads, count]` to a layer's buffer, from token `first` of it on."""
+        """Copies `chunks` `[num_kv_heads, count]` to a layer's buffer, from slot `first` on."""
         place = slice(first, first + chunks.shape[1] * self.chunk_size)
         for buffer, tokens in zip(self._buffers[layer], self.source.gather(layer, chunks), strict=True):
             buffer[:, place] = tokens
 
     def _collect(self, layer: int, position: int, block: Tensor) -> None:
-        """Copies the chosen chunks of a block over the old ones, which nothing reads during a pass of `source`."""
+        """Copies the chosen chunks of a block over the old chunks. Nothing reads these during a pass of `source`."""
         assert self._selected is not None
         keys, values = self._buffers[layer]
         chunks = self._selected.chunks[layer]
@@ -275,14 +284,15 @@ class RetrievalCache:
         copy_chunks(block, position // self.chunk_size, chunks, keys[:, kept], values[:, kept], self.chunk_size)
 
     def _first_chunk(self, layer: int, length: int) -> int:
-        """The first chunk to choose from: with a sliding window the first that the token at `length` sees, or an
-        earlier one where so few chunks would not fill the budget; `attend` hides what is before the window."""
+        """The first chunk that may be chosen. In a layer with a sliding window, this is the first chunk in the window
+        of the token at `length`, or an earlier one if the chunks from there on would not fill the budget. `attend`
+        hides what is before the window."""
         window = self.source.config.sliding_window(layer) or length + 1
         return max(0, min((length + 1 - window) // self.chunk_size, length // self.chunk_size - self.max_chunks))
 
     def _make_room(self, slots: int) -> None:
-        """Has room for so many tokens in each layer; at first for as many as there should ever be. Grows one layer
-        after another, as a copy of all of them may not fit beside them."""
+        """Allocates room for at least `slots` tokens in each layer; the first time for the whole budget and the tail.
+        Grows one layer after another, because a copy of all layers may not fit into memory beside them."""
         room = min((keys.shape[1] for keys, _ in self._buffers), default=0)
         if slots <= room:
             return
@@ -303,7 +313,7 @@ class RetrievalCache:
 
 
 def _grown(buffer: Tensor, room: int) -> Tensor:
-    """A buffer `[num_kv_heads, room, head_dim]` that begins with what is in this one, and then has zeros."""
+    """A copy of the buffer that is extended with zeros to `[num_kv_heads, room, head_dim]`."""
     num_heads, filled, head_dim = buffer.shape
     grown = buffer.new_zeros(num_heads, room, head_dim)
     grown[:, :filled] = buffer

@@ -1,9 +1,9 @@
-"""Attention of the rows of several sequences to keys and values that they share, and to those of their own.
+"""Attention of the rows of several sequences to shared keys and values, and to their own.
 
-Tokens that sequences begin with are held by one of their full caches (`FullCache.prefix`). The caches form a tree;
-where its branches part, the rows that attend to a block become fewer. Rows are ordered so that those which attend to
-the same keys lie together, and every row meets its keys in the order of their positions: the sum over one block goes on
-from the sum over the one before. So a row's result has the bits that it has alone.
+The tokens of a shared prefix are held by the full cache of one sequence (`FullCache.prefix`). So the caches form a
+tree. After each fork, fewer rows attend to a block. Rows are ordered so that rows which attend to the same keys are
+adjacent. Every row attends to its keys in the order of their positions, and the sum over each block continues the sum
+over the block before. So a row's result has the same bits as without the other sequences.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ from .full import FullCache, MassPart, Shares
 from .steps import StepOfPass, put_rows
 
 _Keys = Tensor | tuple[Tensor, int]
-"""Keys and values of a piece: `[2, num_kv_heads, m, head_dim]`, or blocks as `Piece` has them and its first key."""
+"""Keys and values of a piece: `[2, num_kv_heads, m, head_dim]`; or blocks as in `Piece`, and the first key in them."""
 
 
 @dataclass
 class _Span:
-    """Positions of one cache's own tokens that the same sequences attend to."""
+    """Positions in one cache to which the same sequences attend."""
 
     first: int
     stop: int
@@ -51,45 +51,45 @@ class _Span:
     """The sequences, in the order of rows."""
     rows: slice
     causal: bool
-    """Whether some of the positions are the rows' own: then it is one sequence's."""
+    """Whether some positions are those of the rows themselves. Then the span has a single sequence."""
 
 
 @dataclass
 class _AttendedCache:
-    """A cache with tokens that some sequences attend to."""
+    """A cache with tokens to which some sequences attend."""
 
     cache: FullCache
     spans: list[_Span] = field(default_factory=list)
     parts: list[tuple[_Span, int, int]] = field(default_factory=list)
-    """For layers whose blocks lie together: spans, the first of whose keys they attend to in one call, counted from the
-    cache's first, and how many."""
+    """For layers whose blocks are all in one tensor: the calls of attention. Each has a span, its first key, counted
+    from the cache's first key, and the number of keys."""
 
 
 class SharedAttention:
-    """Full caches of sequences that are decoded together."""
+    """Attention of sequences that are decoded together, to their full caches."""
 
     def __init__(self, caches: Sequence[FullCache]) -> None:
-        """Args: `caches` are those of the sequences; the ones that hold their prefixes are found from them."""
+        """Args: `caches` are the caches of the sequences. They name the caches that hold their prefixes."""
         self._caches = list(caches)
         self._scratch, self._shares = Scratch(), Shares()
         self._scale = caches[0].config.attention_scale
         self._starts: list[int] = []
         self._counts: list[int] = []
         self.rows: list[slice] = []
-        """Of each sequence in the pass that is prepared."""
-        self._mass_rows: list[int] = []  # how many of them, the last ones, have their attention kept
-        self._order: list[int] = []  # of the sequences, in which their rows are attended
+        """The rows of each sequence in the prepared pass."""
+        self._mass_rows: list[int] = []  # for each sequence, how many last rows have their attention mass recorded
+        self._order: list[int] = []  # the sequences in the order in which attention takes their rows
         self._holders: list[_AttendedCache] = []
-        self._places: list[slice] = []  # the rows of each sequence in that order
+        self._places: list[slice] = []  # the rows of each sequence in this order
         self.rotation: RopeRows = ()
-        """What the rows of the pass that is prepared are rotated by, in the order of the sequences."""
-        self._moved: Tensor | None = None  # the rows in that order, where it is another one
-        self._back: Tensor | None = None
+        """The rotation of the rows in the prepared pass, in the order of the sequences."""
+        self._moved: Tensor | None = None  # the row numbers in this order, if it is not that of the sequences
+        self._back: Tensor | None = None  # the inverse of `_moved`
         self._step = StepOfPass()
         self._halves: list[int] = []  # bytes from a block's keys to its values, by holder
 
     def held(self) -> Held:
-        """See `offload.held`: beside the caches, for the pass that came last, and the last step."""
+        """See `offload.held`. The memory besides the caches: that of the last pass, and the last step."""
         given = *self.rotation, self._moved, self._back, *self._step.tensors()
         yield from (("prefill", tensor) for tensor in given if tensor is not None)
         yield from held_scratch(self._scratch)
@@ -129,18 +129,20 @@ class SharedAttention:
         self._step.begin(possible=possible and not any(cache.collector for cache in caches))
 
     def _path(self, i: int, numbers: dict[FullCache, int]) -> list[tuple[int, int]]:
-        """Where sequence `i` leaves each cache on its way through the tree: those that part later are neighbours.
+        """The path of sequence `i` through the tree, as a key for sorting: for each cache, its number, and the position
+        at which the sequence leaves it. Sequences that fork later become neighbours.
 
-        Args: `numbers` of the caches that came so far, in their order: sequences stay in theirs where that does.
+        Args: `numbers` are the numbers of the caches so far, in the order of their first use. So sequences keep their
+            order where possible.
         """
         holders = self._caches[i].holders
         stops = [holder.start for holder in holders[1:]] + [self._starts[i] + self._counts[i]]
         return [(numbers.setdefault(holder, len(numbers)), -stop) for holder, stop in zip(holders, stops, strict=True)]
 
     def _find_spans(self) -> list[_AttendedCache]:
-        """The caches to attend to, earlier positions first, and who attends to what of each."""
+        """The caches to which rows attend, earlier positions first, with the spans of each."""
         ends: dict[FullCache, list[int]] = {}  # the position up to which each sequence uses it, in the order of rows
-        places: dict[FullCache, int] = {}  # of the first of these sequences in that order
+        places: dict[FullCache, int] = {}  # the place of the first of these sequences in this order
         for place, i in enumerate(self._order):
             stop = self._starts[i] + self._counts[i]
             for cache in reversed(self._caches[i].holders):
@@ -162,12 +164,14 @@ class SharedAttention:
         return found
 
     def step(self, layer: int, rows: Callable[[StepRows | None], StepRows]) -> Callable[..., StepRows] | None:
-        """What appends the rows of a step to a layer and attends to all of it, and gives `rows`; `None` where `append`
-        and `attend` have to. It may be given a layer's queries, keys and values, not yet rotated, to put them there
-        first.
+        """Returns a function that appends the rows of a step to a layer, computes attention, and returns the rows.
 
-        Args: `rows` gives where the pass's rows are, in all layers; it is asked once, and given those of the step
-            before.
+        The function has an optional argument: the layer's queries, keys and values, not yet rotated. It then first
+        writes these to the rows. The result is `None` if the step is not possible, so that `append` and `attend` must
+        be used.
+
+        Args: `rows` returns the memory of the pass's rows, for all layers. It is called once. Its argument is the
+            memory of the last step's rows, or `None`.
         """
         if not self._step.possible or self._caches[0].config.sliding_window(layer) is not None:
             return None
@@ -181,7 +185,7 @@ class SharedAttention:
         return partial(self._take_step, layer, step, [at for place, half in places for at in (place, place + half)])
 
     def _made_step(self, rows: StepRows, blocks: list[Tensor], before: PreparedStep | None) -> PreparedStep | None:
-        """See `step`. Args: `blocks` are those of each holder in some layer."""
+        """See `step`. Args: `blocks` are the blocks of each holder in any layer."""
         calls: list[list[StepPiece]] = [[]]
         for number, holder in enumerate(self._holders):
             for span, first, m in holder.parts:
@@ -197,7 +201,8 @@ class SharedAttention:
         return prepared_step(rows, caches, calls, written, scale=self._scale, before=before)
 
     def _layer_blocks(self, layer: int) -> list[Tensor] | None:
-        """Of each holder all blocks of a layer, where they lie together."""
+        """For each holder, all blocks of a layer in one tensor; `None` if they are not in one tensor for every
+        holder."""
         place = self._caches[0].places[layer]
         if place is None:
             return None
@@ -227,8 +232,14 @@ class SharedAttention:
         return step.rows
 
     def attend(self, layer: int, q: Tensor) -> Tensor:
-        """Attention of rotated queries, in the order of the sequences, to what was appended last and all before it."""
-        if self._caches[0].places[layer] is None:  # each sequence has its own
+        """Attention of the tokens that were appended last to all tokens so far.
+
+        Args: `q` is `[num_heads, n, head_dim]`, rotated, in the order of the sequences.
+
+        Returns:
+            `[num_heads, n, head_dim]`, in the order of the sequences.
+        """
+        if self._caches[0].places[layer] is None:  # in such a layer, no keys and values are shared
             both = zip(self._caches, self.rows, strict=True)
             return torch.cat([cache.attend_rotated(layer, q[:, rows]) for cache, rows in both], dim=1)
         began, read = time.perf_counter(), [holder.cache.reads.num_bytes for holder in self._holders]
@@ -260,7 +271,10 @@ class SharedAttention:
         return out
 
     def _count_seconds(self, began: float, read: Sequence[int]) -> None:
-        """Counts the time since `began` as that of reading. Args: `read` are the bytes of each holder before."""
+        """Counts the time since `began` as time of reading, divided between the holders by the bytes that were read.
+
+        Args: `read` has the bytes of each holder before.
+        """
         spent = time.perf_counter() - began
         shares = [holder.cache.reads.num_bytes - before for holder, before in zip(self._holders, read, strict=True)]
         whole = max(1, sum(shares))
@@ -270,8 +284,8 @@ class SharedAttention:
     def _pieces(
         self, holder: _AttendedCache, layer: int, q: Tensor, window: int | None
     ) -> Iterator[tuple[_Span, int, _Keys, int]]:
-        """What each span's rows attend to, in the order of positions: the first position, the keys and values, and how
-        many of them count, `m`."""
+        """The pieces to which the rows of each span attend, in the order of positions: the span, the first position,
+        the keys and values, and their number `m`."""
         cache, start, place = holder.cache, holder.cache.start, holder.cache.places[layer]
         assert place is not None
         together = cache.blocks.at_once(place)
@@ -281,7 +295,7 @@ class SharedAttention:
             return
         oldest = min(self._starts[self._order[m]] for span in holder.spans for m in _range(span.members))
         seen = 0 if window is None else max(0, oldest + 1 - window - start)
-        # Where windows hide some of it from some rows, these attend to it by themselves: as little as possible.
+        # With windows, rows may have to attend to a piece separately. Pieces are then not joined, to keep this small.
         joined = window is None and takes_joined(q, cache.blocks.block_size)
         for position, block in cache.blocks.pieces(place, seen, holder.spans[-1].stop - start, joined=joined):
             end = position + block.shape[2]
@@ -294,8 +308,8 @@ class SharedAttention:
     def _seeing(
         self, span: _Span, position: int, m: int, window: int | None
     ) -> Iterable[tuple[slice, int | None, int | None]]:
-        """Which rows attend to a piece, with the `diagonal` and `window` of `attend`: all of the span together, unless
-        windows hide some of it from some of them."""
+        """The rows that attend to a piece, with the `diagonal` and `window` for `attend`. All rows of the span attend
+        together. Exception: if windows hide some keys from some rows, each sequence attends separately."""
         places = _range(span.members)
         first = self._starts[self._order[places[0]]] - position if span.causal else None
         if window is None:
@@ -312,12 +326,12 @@ class SharedAttention:
 
 
 class _RowsSoFar:
-    """The rows of a pass, and attention to the keys so far."""
+    """Attention of the rows of a pass to the keys so far."""
 
     def __init__(self, q: Tensor, scale: float, chunk_size: int, shares: Shares | None, scratch: Scratch) -> None:
         """Args:
-        chunk_size: of the chunks whose shares of attention may be wanted.
-        shares: memory for these; `None` where they are not.
+        chunk_size: tokens of a chunk, for the shares of attention.
+        shares: memory for the shares of attention that chunks get; `None`: these are not computed.
         """
         self._q, self._scale, self._chunk_size, self._scratch = q, scale, chunk_size, scratch
         self._shares = shares
@@ -328,12 +342,12 @@ class _RowsSoFar:
         self._out = q.new_empty(n, num_heads, head_dim).transpose(0, 1)
         self._lse = self._running.new_empty(num_heads, n)
         self._masses: list[tuple[int, slice, Tensor, Tensor]] = []  # first chunk, rows, shares, log-sum-exp
-        self._waiting: list[tuple[Piece, int]] = []  # pieces with rows of their own, and the positions of first keys
+        self._waiting: list[tuple[Piece, int]] = []  # pieces with different rows, and the positions of their first keys
 
     def attend(self, rows: slice, keys: _Keys, m: int, position: int, diagonal: int | None, window: int | None) -> None:
-        """Adds keys to some rows; see `attend` for `diagonal` and `window`.
+        """Adds attention of some rows to `m` keys. See `attend` for `diagonal` and `window`.
 
-        Args: `position` is that of the first key, of which there are `m`.
+        Args: `position` is the position of the first key.
         """
         mass = None
         if self._shares:
@@ -366,12 +380,12 @@ class _RowsSoFar:
         self._note(rows, position, mass, lse)
 
     def out(self) -> Tensor:
-        """Attention to all keys."""
+        """The result: attention to all keys, `[num_heads, n, head_dim]`."""
         self._attend_waiting()
         return self._out
 
     def _attend_waiting(self) -> None:
-        """Attends to the pieces that wait, in one call."""
+        """Attends to the waiting pieces in one call."""
         if not self._waiting:
             return
         pieces = [piece for piece, _ in self._waiting]
@@ -387,7 +401,8 @@ class _RowsSoFar:
             self._lse[:, rows] = lse
 
     def mass_of(self, rows: slice, last: int) -> tuple[list[MassPart], Tensor]:
-        """What the last `last` of these rows gave to chunks, and their log-sum-exp over all keys."""
+        """The shares of attention that the last `last` of these rows gave to chunks, and their log-sum-exp over all
+        keys."""
         rows = slice(rows.stop - last, rows.stop)
         parts = []
         for first, covered, shares, lse in self._masses:
@@ -398,7 +413,7 @@ class _RowsSoFar:
 
 
 def rows_of(counts: Sequence[int]) -> list[slice]:
-    """Where each of so many rows are that follow one another."""
+    """The places of consecutive groups of rows with these counts."""
     return [slice(first, stop) for first, stop in pairwise(accumulate(counts, initial=0))]
 
 
@@ -411,7 +426,7 @@ def _parts_of(holder: _AttendedCache) -> Iterator[tuple[_Span, int, int]]:
     start, size, chunk = holder.cache.start, holder.cache.blocks.block_size, holder.cache.chunk_size
     for span in holder.spans:
         first, stop = span.first - start, span.stop - start
-        stop = -(-stop // chunk) * chunk  # what is behind the last token in its chunk is hidden by the diagonal
+        stop = -(-stop // chunk) * chunk  # the diagonal hides positions after the last token
         if first % size:
             border = min(stop, -(-first // size) * size)
             yield span, first, border - first
@@ -421,7 +436,7 @@ def _parts_of(holder: _AttendedCache) -> Iterator[tuple[_Span, int, int]]:
 
 
 def _blocks_of(keys: _Keys, m: int) -> Iterator[tuple[int, Tensor]]:
-    """The blocks of a piece: their first positions, counted from its own, and keys and values."""
+    """The blocks of a piece: the first position of each, counted from the start of the piece, and keys and values."""
     if isinstance(keys, Tensor):
         yield 0, keys
         return

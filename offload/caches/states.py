@@ -1,12 +1,12 @@
-"""States of layers with linear attention, of one sequence and one tier.
+"""The states of layers with linear attention, for one sequence and one tier.
 
-A state cannot be cut back, so each layer has two: one behind tokens that stay (*committed*), and one behind the newest
-(*working*). Of the tokens between them what goes into the layer is kept: where some are taken back, the others pass
-again, on the way of the next pass. A drafting tier has a working state alone, and begins with what the full cache's
-tier has.
+A state cannot be cut back to an earlier token. So each layer has two states: the *committed* state after the last token
+that stays, and the *working* state after the newest token. The layer's inputs for the tokens between the two are kept.
+If some of these tokens are taken back, the next pass processes the others again. A drafting tier has only a working
+state. It begins with the state of the tier on the full cache.
 
-Copies of a few earlier states stay in host memory: where a prompt ends, and where others that begin alike may part
-from it.
+Copies of a few earlier states are kept in host memory: at the end of a prompt, and where another prompt with the same
+beginning may differ from it.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ from ...tp.model.config import ModelConfig
 from ...tp.model.linear_attention import LinearAttention
 
 KEPT = 3
-"""Copies of earlier states, at most."""
+"""Maximum number of positions for which copies of earlier states are kept."""
 
 _BROKEN = -1
-"""The position of a state that is being written, or was when something failed."""
+"""The position of a state that is being written, or whose writing failed."""
 
 LEAST_ROWS = 32
-"""Tokens of a layer that can be taken back, where it is not known how many may have to."""
+"""Tokens that can be taken back, if the run does not say how many."""
 
 
 @dataclass
 class _State:
-    """Of a layer, behind the tokens before a position."""
+    """The state of a layer after the first `position` tokens."""
 
     position: int
     state: Tensor
     """`[value_heads, key_dim, value_dim]` float32."""
     past: Tensor
-    """What the convolution sees of the last tokens, `[kernel - 1, channels]`."""
+    """The inputs of the last tokens that the convolution still needs, `[kernel - 1, channels]`."""
 
     @classmethod
     def empty(cls, linear: LinearAttention, dtype: torch.dtype, device: torch.device) -> _State:
@@ -48,7 +48,7 @@ class _State:
         return cls(0, torch.zeros(linear.state_shape, device=device), past)
 
     def take(self, other: _State) -> None:
-        """Becomes a copy of another one; a broken one, if that is interrupted."""
+        """Becomes a copy of another state. If the copying is interrupted, the position is `_BROKEN`."""
         self.position = _BROKEN
         self.state.copy_(other.state)
         self.past.copy_(other.past)
@@ -58,14 +58,14 @@ class _State:
         return _State(self.position, *(x.clone().cpu() for x in (self.state, self.past)))
 
     def clear(self, position: int = 0) -> None:
-        """Has seen nothing, and goes on at a position."""
+        """Becomes an empty state that continues at a position."""
         self.position = position
         self.state.zero_()
         self.past.zero_()
 
 
 class _Rows:
-    """What went into a layer of some tokens that follow one another, so that they can pass again."""
+    """A layer's inputs for some consecutive tokens, so that the layer can process them again."""
 
     def __init__(self, room: int, linear: LinearAttention, dtype: torch.dtype, device: torch.device) -> None:
         self.inputs = torch.zeros(room, linear.channels, dtype=dtype, device=device)
@@ -73,17 +73,17 @@ class _Rows:
         self.first = self.stop = 0
 
     def has(self, start: int, stop: int) -> bool:
-        """Whether it has the tokens from one position to another."""
+        """Whether the inputs of tokens `start` to `stop` are kept."""
         return start == stop or self.first <= start <= stop <= self.stop
 
     def between(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
-        """Inputs and gates of the tokens from one position to another."""
+        """The inputs and gates of tokens `start` to `stop`."""
         part = slice(start - self.first, stop - self.first) if stop > start else slice(0)
         return self.inputs[part], self.gates[part]
 
     def put(self, start: int, inputs: Tensor, gates: Tensor, first: int) -> None:
-        """Has tokens from `start` on, behind those from `first` on that are there already. Those that there is no room
-        for are not kept."""
+        """Keeps the tokens from `first` on: those before `start` that are kept already, and the given ones from `start`
+        on. If there is no room for all of them, or if some are missing, none is kept."""
         if first != self.first:
             kept = tuple(x.clone() for x in self.between(first, start)) if self.has(first, start) else ()
             self.first = self.stop = first
@@ -98,7 +98,7 @@ class _Rows:
 
 
 class States:
-    """Those of all such layers of a model, or of a rank's part of it."""
+    """The states of all layers with linear attention of a model, or of a rank's part of it."""
 
     def __init__(
         self,
@@ -111,9 +111,10 @@ class States:
         certain: Callable[[], int] | None = None,
     ) -> None:
         """Args:
-        rows: tokens that can be taken back.
-        source: of the full cache, where these are a drafting tier's of the same weights.
-        certain: how many tokens are not taken back any more; `None`: those before a pass.
+        rows: maximum number of tokens that can be taken back.
+        source: the states of the full cache, if these are the states of a drafting tier with the same weights.
+        certain: a function that returns how many first tokens can no longer be taken back; `None`: all tokens before a
+            pass.
         """
         self._linear, self._dtype, self._device = linear, dtype, device
         self._source, self._certain = source, certain
@@ -121,24 +122,24 @@ class States:
         self._working = [_State.empty(linear, dtype, device) for _ in range(count)]
         self._committed = [] if source else [_State.empty(linear, dtype, device) for _ in range(count)]
         self._rows = [_Rows(rows, linear, dtype, device) for _ in range(count)]
-        self._kept: dict[int, list[_State]] = {}  # by position, of layers so far
-        self._wanted: frozenset[int] = frozenset()  # positions whose states are to be kept
-        self._begin = self._stop = 0  # of the pass under way, or of the last one
-        self._passed = [0] * count  # tokens of it, by layer
-        self._version = 0  # another one whenever a pass begins or tokens are taken back
-        self._of_source = -1  # the source's, when these began with it
+        self._kept: dict[int, list[_State]] = {}  # copies by position; each has the layers so far
+        self._wanted: frozenset[int] = frozenset()  # positions whose states must be kept
+        self._begin = self._stop = 0  # positions of the current pass, or of the last one
+        self._passed = [0] * count  # tokens of this pass that each layer has processed
+        self._version = 0  # changes whenever a pass begins or tokens are taken back
+        self._of_source = -1  # the version of `source` with which these states began
 
     @classmethod
     def of(cls, config: ModelConfig, dtype: torch.dtype, device: torch.device, rows: int = LEAST_ROWS) -> States | None:
-        """Those of a model's full cache; `None` for one without such layers."""
+        """The states for a model's full cache; `None` if the model has no linear attention."""
         return cls(config.linear, dtype, device, rows=rows) if config.linear else None
 
     def drafting(self, rows: int) -> States:
-        """Those of a drafting tier of the same weights."""
+        """The states for a drafting tier with the same weights."""
         return States(self._linear, self._dtype, self._device, rows=rows, source=self)
 
     def tensors(self) -> Iterator[Tensor]:
-        """What is held on the device."""
+        """The tensors that are held on the device."""
         for state in (*self._working, *self._committed):
             yield from (state.state, state.past)
         for rows in self._rows:
@@ -146,12 +147,12 @@ class States:
 
     @property
     def length(self) -> int:
-        """Tokens that all layers have seen."""
+        """Number of tokens that all layers have processed."""
         return self._begin + self._passed[-1]
 
     def keep_rows(self, rows: int) -> None:
-        """Has room for so many tokens that can be taken back, or for those that are there, if they are more; between
-        two passes."""
+        """Sets how many tokens can be taken back: `rows`, or the number of those that are kept, if that is larger. To
+        be called between two passes."""
         for i, old in enumerate(self._rows):
             room = max(rows, old.stop - old.first)
             if room != len(old.inputs):
@@ -159,7 +160,7 @@ class States:
                 self._rows[i].put(old.first, *old.between(old.first, old.stop), old.first)
 
     def begin(self, length: int, n: int) -> None:
-        """Announces a pass over `n` tokens behind the first `length`."""
+        """Announces a pass over `n` tokens after the first `length` tokens."""
         self._begin, self._stop = length, length + n
         self._passed = [0] * len(self._passed)
         self._version += 1
@@ -187,7 +188,7 @@ class States:
         return out
 
     def _advance_far(self, layer: int, start: int, inputs: Tensor, gates: Tensor, weights: DeltaWeights) -> Tensor:
-        """`advance` in a pass over many tokens, which are taken back all together or not at all."""
+        """`advance` in a pass over many tokens. These can only be taken back all together."""
         working = self._working[layer]
         if working.position != start:
             origin, again = self._origin(layer, start)
@@ -205,25 +206,25 @@ class States:
         return out
 
     def _commit(self, layer: int, start: int, weights: DeltaWeights) -> None:
-        """Moves the committed state behind the tokens that stay, where a pass begins at `start`."""
+        """Moves the committed state to the end of the tokens that stay. To be called when a pass begins at `start`."""
         committed, working, rows = self._committed[layer], self._working[layer], self._rows[layer]
         certain = start if self._certain is None else min(start, self._certain())
         if certain <= committed.position:
             return
         if working.position != certain and rows.has(committed.position, certain):
-            # The committed one stays what it is until the other is whole.
+            # The committed state does not change until the working state is complete.
             self._pass_again(committed, rows.between(committed.position, certain), weights, working)
         if working.position == certain:
             self._committed[layer], self._working[layer], committed.position = working, committed, _BROKEN
         elif self._certain is None:
-            raise RuntimeError(f"the state behind token {certain} is gone")
-        else:  # of a draft, which may be anything
+            raise RuntimeError(f"the state after {certain} tokens is gone")
+        else:  # only in a draft model, whose states need not be exact
             committed.position = certain
         self._keep(layer, self._committed[layer])
 
     @staticmethod
     def _pass_again(origin: _State, again: tuple[Tensor, Tensor], weights: DeltaWeights, state: _State) -> None:
-        """Has `state` become what another one is once tokens that were kept have passed."""
+        """Sets `state` to the state `origin`, advanced by tokens whose inputs were kept (`again`)."""
         inputs, gates = again
         whole, position = torch.cat((origin.past, inputs)), origin.position
         state.position = _BROKEN
@@ -232,12 +233,13 @@ class States:
         state.position = position + len(gates)
 
     def _origin(self, layer: int, start: int) -> tuple[_State, tuple[Tensor, Tensor]]:
-        """A state to begin with at position `start`, and the inputs and gates of the tokens that pass again before."""
+        """The state from which a pass at position `start` begins, and the inputs and gates of the tokens that must be
+        processed again first."""
         working, rows = self._working[layer], self._rows[layer]
         if self._source is None:
             found = self._known_origin(layer, start)
             if found is None and self._certain is None:
-                raise RuntimeError(f"the state behind token {start} is gone")
+                raise RuntimeError(f"the state after {start} tokens is gone")
             return found or (self._committed[layer], rows.between(start, start))
         if working.position == start:
             return working, rows.between(start, start)
@@ -246,14 +248,14 @@ class States:
             self._source._committed[layer],
             rows.between(start, start),
         )
-        if not rows.has(behind, start):  # more than there is room for: a draft may be anything
+        if not rows.has(behind, start):  # too many tokens to keep; a draft's states need not be exact
             return origin, theirs
         ours = rows.between(behind, start)
         return origin, (torch.cat((theirs[0], ours[0])), torch.cat((theirs[1], ours[1])))
 
     def _known_origin(self, layer: int, start: int) -> tuple[_State, tuple[Tensor, Tensor]] | None:
-        """`_origin` of what has committed states; `None`: what it should begin with is gone, of which a draft, that may
-        be anything, has the committed state as it is."""
+        """`_origin` for states that have a committed state. `None` if the needed state is gone. A draft then begins
+        with the committed state as it is, because its states need not be exact."""
         working, committed, rows = self._working[layer], self._committed[layer], self._rows[layer]
         if working.position == start:
             return working, rows.between(start, start)
@@ -269,8 +271,13 @@ class States:
                 kept.append(state.copy_on_host())
 
     def keep_at(self, positions: Sequence[int], start: int) -> None:
-        """Has the states behind so many tokens kept, as they come; and those behind the first `start`, with which the
-        next pass begins, if fewer than `KEPT` of the others are there or will be."""
+        """Sets at which positions copies of the states are kept, when a pass reaches them.
+
+        Args:
+            positions: the numbers of tokens after which the states are wanted.
+            start: the position at which the next pass begins. Its states are kept, too, if there are or will be fewer
+                than `KEPT` of the others.
+        """
         found = [one for one in positions if one > start or one in self._kept]
         self._wanted = frozenset([*found, *([start] if start and len(found) < KEPT else [])])
         more = len(self._kept.keys() | self._wanted) - KEPT
@@ -281,11 +288,12 @@ class States:
 
     @property
     def bytes_on_host(self) -> int:
-        """What copies of earlier states take."""
+        """Bytes of the copies of earlier states in host memory."""
         return sum(x.nbytes for kept in self._kept.values() for one in kept for x in (one.state, one.past))
 
     def reachable(self, length: int) -> int:
-        """The most tokens, up to so many, whose state is there, or can be computed from what is."""
+        """The maximum number of tokens, up to `length`, after which the states are stored, or can be computed from what
+        is stored."""
         states = *self._working, *self._committed
         known = {length, *self._kept, *(state.position for state in states), *(rows.stop for rows in self._rows)}
         return max((one for one in known if 0 <= one <= length and self._reaches(one)), default=0)
@@ -294,12 +302,12 @@ class States:
         return len(self._kept.get(length, ())) == len(self._working) or self._can_go_on(length)
 
     def _can_go_on(self, length: int) -> bool:
-        """Whether a pass can begin behind so many tokens."""
+        """Whether a pass can begin after `length` tokens without a copy of earlier states."""
         every = zip(self._working, self._committed, self._rows, strict=True)
         return all(working.position == length or rows.has(state.position, length) for working, state, rows in every)
 
     def _behind(self, layer: int, position: int) -> _State | None:
-        """The state of a layer behind so many tokens, if it is there itself."""
+        """The state of a layer after `position` tokens; `None` if it is not stored."""
         kept = self._kept.get(position, ())
         if len(kept) == len(self._working):
             return kept[layer]
@@ -307,19 +315,19 @@ class States:
         return next((state for state in both if state.position == position), None)
 
     def holds(self, position: int) -> bool:
-        """Whether the states behind so many tokens are there themselves, so that they can be exported."""
+        """Whether the states of all layers after `position` tokens are stored, so that they can be exported."""
         return all(self._behind(layer, position) for layer in range(len(self._working)))
 
     def export(self, layer: int, position: int) -> Callable[[], Tensor]:
-        """Copies the state of a layer behind so many tokens, which it `holds`. What it gives can be called in another
-        thread.
+        """Copies the state of a layer after `position` tokens. Only if `holds` is true for this position.
 
         Returns:
-            What gives `[key_heads, key_head_numbers]` float32 in host memory: of each key head the states of its value
-            heads, then of the tokens that the convolution still sees its query, its key and its values.
+            A function, which another thread may call. It returns `[key_heads, key_head_numbers]` float32 in host
+            memory. For each key head these are the states of its value heads, then its query, its key and its values
+            for the tokens that the convolution still needs.
         """
         state = self._behind(layer, position)
-        assert state, "it is gone"
+        assert state, "the state is gone"
         copy, linear = state.copy_on_host(), self._linear
 
         def by_key_head() -> Tensor:
@@ -333,7 +341,8 @@ class States:
         return by_key_head
 
     def restore(self, layer: int, position: int, numbers: Tensor) -> None:
-        """Takes what `export` gave of a layer behind so many tokens; `restored` follows once all layers have theirs."""
+        """Sets the state of a layer after `position` tokens to what `export` returned. `restored` must be called when
+        all layers are restored."""
         linear, state = self._linear, self._committed[layer]
         together = linear.value_heads // linear.key_heads
         past_numbers = (linear.kernel - 1) * (linear.channels // linear.key_heads)
@@ -348,13 +357,13 @@ class States:
         state.past.copy_(torch.cat((q, k, v), dim=1))
 
     def restored(self, position: int) -> None:
-        """Says that every layer has the state behind so many tokens now, put there by `restore`, and nothing else."""
+        """Sets the position after `restore` has set the states of all layers. All other states are forgotten."""
         self._kept = {}
         self._drop_others(position)
         self._went_to(position)
 
     def rollback(self, length: int) -> None:
-        """Takes back all tokens from position `length` on, which is reachable."""
+        """Takes back all tokens from position `length` on. `length` must be reachable (`reachable`)."""
         if not self._can_go_on(length):
             if length:
                 self._begin_with(self._kept[length])
@@ -363,14 +372,15 @@ class States:
         self._went_to(length)
 
     def restart(self, position: int) -> None:
-        """Has seen nothing, and goes on at `position`."""
+        """Forgets everything, and continues at `position` with empty states."""
         for state in self._committed:
             state.clear(position)
         self._drop_others(position)
         self._went_to(position)
 
     def copy_from(self, other: States, length: int) -> None:
-        """Becomes what another sequence's are behind its first `length` tokens, which it reaches, or of none."""
+        """Copies the states of another sequence after its first `length` tokens. `length` must be 0, or reachable in
+        `other` (`reachable`)."""
         if not length:
             self.restart(0)
             return
@@ -387,14 +397,14 @@ class States:
         self._went_to(length)
 
     def _begin_with(self, states: Sequence[_State]) -> None:
-        """Takes the committed states of all layers."""
+        """Sets the committed states of all layers to copies of `states`. All other states are invalid then."""
         for committed, state, working, rows in zip(self._committed, states, self._working, self._rows, strict=True):
             committed.take(state)
             working.position = _BROKEN
             rows.first = rows.stop = state.position
 
     def _drop_others(self, position: int) -> None:
-        """Has nothing but committed states."""
+        """Invalidates the working states and the kept inputs."""
         for working, rows in zip(self._working, self._rows, strict=True):
             working.position, rows.first, rows.stop = _BROKEN, position, position
 

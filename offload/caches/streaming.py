@@ -1,13 +1,13 @@
 """The streaming cache of the draft model: attention sinks and a recent window (StreamingLLM, arXiv 2309.17453).
 
-Keys are stored without rotation, and positions are counted within the cache, so a model trained on short texts drafts
-as well at token 128,000 as at token 200. Towards the sinks a query at position `t` is rotated to
-`min(t, sinks + window - 1)`; towards the recent tokens distances are the true ones. What a query sees depends on the
-tokens alone, not on how they were grouped into passes. Layers with linear attention have states, which begin with the
-tokens that a prefill runs.
+Keys are stored without rotation, and positions are counted within the cache. So a model that was trained on short texts
+drafts as well at token 128,000 as at token 200. For attention to the sinks, a query at position `t` is rotated to
+`min(t, sinks + window - 1)`. For attention to the recent tokens, distances are the true ones. The keys to which a query
+attends depend only on the tokens, not on how these were grouped into passes. Layers with linear attention have states.
+These begin with the tokens that `prefill_streaming` processes.
 
-A multi-token-prediction head has a window alone: attention with output gates needs no sinks (arXiv 2505.06708), and the
-hidden states of the first tokens are not known where a text goes on from a saved context.
+A multi-token-prediction head has only a window: attention with output gates needs no sinks (arXiv 2505.06708). And the
+hidden states of the first tokens are unknown if a run starts from a saved context.
 """
 
 from __future__ import annotations
@@ -28,36 +28,36 @@ from .states import LEAST_ROWS, States
 from .token_slots import TokenSlots
 
 SINKS, WINDOW = 16, 240
-"""Tokens of both."""
+"""The number of sinks, and of tokens in the window."""
 
 SLACK = 256
-"""Tokens kept besides the window: how far a rollback may reach, and how many tokens come before the window has to be
-moved to the front of its buffer."""
+"""Tokens that are kept besides the window. It is the maximum number of tokens of a rollback, and the number of tokens
+after which the window must be moved to the front of its buffer."""
 
 STREAMING_POSITIONS = SINKS + WINDOW + 2 * SLACK
-"""That keys are rotated to."""
+"""The number of positions to which keys may be rotated."""
 
 
 def sinks_of(config: ModelConfig) -> int:
-    """Sinks of a `StreamingCache` for a model."""
+    """The number of sinks in a `StreamingCache` for a model; 0 for a multi-token-prediction head."""
     return 0 if config.is_head else SINKS
 
 
 def streaming_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
-    """Bytes of a `StreamingCache` of these lengths: keys and values of the sinks, and of the rest also rotated keys;
-    and of what a multi-token-prediction head reads."""
+    """Bytes of a `StreamingCache` with the default lengths: keys and values of all tokens, and also rotated keys of all
+    tokens except the sinks. For a multi-token-prediction head, the hidden states that it reads are included."""
     rows = 2 * sinks_of(config) + 3 * (WINDOW + 2 * SLACK)
     found = rows * config.kv_layers * config.num_kv_heads * config.head_dim * dtype.itemsize
     return found + hidden_state_bytes(config, dtype) if config.is_head else found
 
 
 def streaming_prefill(num_layers: int) -> int:
-    """Tokens of one pass of `prefill_streaming` at most, into a cache of these lengths."""
+    """The maximum number of tokens in a pass of `prefill_streaming`, for a cache with the default lengths."""
     return SINKS + num_layers * WINDOW + SLACK
 
 
 class StreamingCache:
-    """The first `sinks` tokens and the last `window` ones. See `tp.decoder.Cache` for the interface."""
+    """The first `sinks` tokens and the last `window` tokens. See `tp.decoder.Cache` for the interface."""
 
     def __init__(
         self,
@@ -71,9 +71,12 @@ class StreamingCache:
         hidden_states: HiddenStates | None = None,
     ) -> None:
         """Args:
-        sinks: `None`: `sinks_of` the model.
-        certain, state_rows: those of `States`, if the model has any.
-        hidden_states: what it reads, if it is a multi-token-prediction head.
+        decoder: the draft model.
+        sinks: number of sinks; `None`: `sinks_of` the model.
+        window: number of last tokens to which a query attends.
+        slack: see `SLACK`.
+        certain, state_rows: `certain` and `rows` of `States`, if the model has states.
+        hidden_states: the input of a multi-token-prediction head; `None` for other models.
         """
         config = decoder.part
         self._decoder, self.hidden_states = decoder, hidden_states
@@ -117,7 +120,7 @@ class StreamingCache:
         yield from held_scratch(self._scratch)
 
     def before_growth(self, drop: Callable[[], None]) -> None:
-        """Nothing here grows."""
+        """Does nothing, because this cache never grows."""
 
     def token_slots(self, n: int) -> TokenSlots | None:
         if self._states or self.hidden_states or not self._steady(n):
@@ -126,8 +129,8 @@ class StreamingCache:
         return TokenSlots(slot, slot)
 
     def _steady(self, n: int) -> bool:
-        """Whether a pass over the next `n` tokens runs the same operations as all later ones: it begins beyond the
-        position up to which the distance to the sinks grows, and attends in one part."""
+        """Whether a pass over the next `n` tokens runs the same operations as all later passes. It does if it begins
+        after the position up to which the distance to the sinks grows, and computes attention in one part."""
         return self.length >= self.sinks + self.window and n <= self.slack
 
     def advance(self, length: int) -> None:
@@ -149,7 +152,7 @@ class StreamingCache:
             self.hidden_states.keep_own(self.length - 1, self._decoder.normed(hidden[-1:]))
 
     def hidden_before(self, n: int) -> Tensor:
-        assert self.hidden_states, "nothing keeps the hidden states that a multi-token-prediction head reads"
+        assert self.hidden_states, "a multi-token-prediction head needs a cache with hidden_states"
         return self.hidden_states.before(self.length, n)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -175,7 +178,7 @@ class StreamingCache:
         capped = self.sinks + self.window - 1
         rope = self._rope
         scratch = None if self.at else self._scratch  # a captured pass needs memory that stays where it is
-        running = None if start < self.sinks else new_running(q)  # attention to the sinks, which the rest goes on from
+        running = None if start < self.sinks else new_running(q)  # attention to the sinks; the window continues it
         if self.sinks:
             sink_q = rope.rotate_to(layer, q, capped) if start > capped else rope.rotate(layer, q, start)
             out, _ = attend(
@@ -208,7 +211,7 @@ class StreamingCache:
         )[0]
 
     def _make_slots(self, layer: int, start: int, n: int) -> int:
-        """The slot of position `start`; first moves the window to the front if `n` more tokens would not fit."""
+        """The slot of position `start`. If `n` more tokens would not fit, first moves the window to the front."""
         slot = start - self._origins[layer]
         if slot + n <= self._room:
             return slot
@@ -220,8 +223,8 @@ class StreamingCache:
         return kept
 
     def rollback(self, length: int) -> None:
-        """Forgets tokens from `length` on. If the window before them is gone, forgets all of them; a
-        multi-token-prediction head goes on with what it has, as no tokens before its window are to be had."""
+        """Forgets tokens from `length` on. If the window before `length` is gone, forgets all tokens. Exception: a
+        multi-token-prediction head continues with the tokens that it has, because it cannot get earlier ones."""
         if self.hidden_states:
             if length < self._origins[0]:
                 self.skip(length)
@@ -238,14 +241,14 @@ class StreamingCache:
             self._right_from = list(self._origins)
 
     def skip_unseen(self, length: int) -> None:
-        """Before a pass up to `length`, of a multi-token-prediction head: where it lacks more tokens than it sees, it
-        goes on without the first of them."""
+        """Prepares a multi-token-prediction head for a pass up to `length`: if more tokens are missing than its window
+        covers, skips the first of them."""
         if length - self.length > self.window:
             self.skip(length - self.window)
 
     def skip(self, position: int) -> None:
-        """Continues at `position` without the tokens before it. Layer `i`, whose input depends on tokens up to
-        `i * window` before, is as if nothing had been skipped from `i * window` tokens later on."""
+        """Continues at `position` without the tokens before it. The input of layer `i` depends on the last `i * window`
+        tokens. So from `i * window` tokens after `position` on, the layer is as if nothing had been skipped."""
         if self._states:
             self._states.restart(position)
         self._filled = [position] * self._num_layers
@@ -254,15 +257,16 @@ class StreamingCache:
 
 
 def prefill_streaming(decoder: Decoder, cache: StreamingCache, token_ids: Sequence[int]) -> None:
-    """Brings a `cache`, which is empty or holds the first of `token_ids`, to the end of these, running only the tokens
-    that its window depends on.
+    """Fills `cache` up to the end of `token_ids`. Only the tokens on which its window depends are processed.
 
-    Those are the sinks and, as each layer looks one window further back, the last `num_layers * window` tokens, and
-    `cache.slack` more, so that the window is complete after a rollback too; or all behind those in the cache, if these
-    are fewer.
+    These are the sinks and the last `num_layers * window` tokens, because each layer depends on one window more, and
+    `cache.slack` more tokens, so that the window is complete even after a rollback. If fewer tokens follow after those
+    in the cache, these are processed.
+
+    Args: `cache` is empty, or holds the first of `token_ids`.
     """
     start = len(token_ids) - decoder.config.num_layers * cache.window - cache.slack
-    if cache.hidden_states:  # the first token of those that are known tells of the next one only
+    if cache.hidden_states:  # the first known hidden state can only be used for the token after it
         start = max(start, cache.hidden_states.known.start + 1)
     parts = [token_ids[cache.length :]]
     if start > max(cache.sinks, cache.length):

@@ -1,4 +1,4 @@
-"""Caches filled with tokens that no model has read, to measure what a pass takes at some length of context."""
+"""Fills caches with artificial tokens, to measure how long a pass takes at a given context length."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ import torch
 from .full import FullCache
 
 _PIECE = 4096
-"""Tokens that are appended at a time, as a prefill would."""
+"""Tokens that are appended at a time, as in a prefill."""
 
 
 @torch.inference_mode()
 def fill_with_zeros(cache: FullCache, length: int) -> None:
-    """Brings an empty cache to `length` tokens whose keys and values, and states, are zeros.
+    """Fills an empty cache with `length` tokens. Their keys, values and states are zeros.
 
-    Where blocks stream, this takes a prefill's memory on the device: one layer at a time.
+    If blocks stream, this takes the same device memory as a prefill: that for one layer at a time.
 
     Raises:
-        ValueError: there is no room for them.
+        ValueError: the cache has no room for these tokens.
     """
     config, blocks = cache.config, cache.blocks
     zero = torch.zeros(1, dtype=blocks.dtype, device=blocks.device)

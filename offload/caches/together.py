@@ -1,8 +1,8 @@
-"""Caches of several sequences as one cache, for passes over rows of all of them.
+"""Joins the caches of several sequences to one cache, for passes over rows of all sequences.
 
-A pass's rows are those of the first sequence, then those of the second, and so on. Each cache keeps its own keys and
-values. Full caches share more: keys and values that several sequences begin with are attended by the rows of all of
-them at once, so that a block is read, and crosses the link, once for everybody.
+The rows of a pass are those of the first sequence, then those of the second, and so on. Each cache keeps its own keys
+and values. Full caches can have a shared prefix. The rows of all its sequences attend to it together, so that each of
+its blocks is read, and crosses the link, only once.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .steps import StepOfPass, put_rows
 
 
 def together(caches: Sequence[Cache]) -> JoinedCache:
-    """One cache for passes over all sequences of `caches`, which are of one kind."""
+    """Joins `caches`, which are of one kind, to one cache for passes over all their sequences."""
     full = [cache for cache in caches if isinstance(cache, FullCache)]
     retrieval = [cache for cache in caches if isinstance(cache, RetrievalCache)]
     if len(full) == len(caches):
@@ -34,16 +34,16 @@ def together(caches: Sequence[Cache]) -> JoinedCache:
 
 
 class JoinedCache:
-    """Caches of several sequences, each of which attends to its own keys. See `tp.decoder.Cache` for the interface."""
+    """Caches of several sequences. Each sequence attends to its own keys. See `tp.decoder.Cache` for the interface."""
 
     def __init__(self, caches: Sequence[Cache]) -> None:
         self._caches = list(caches)
         self.counts: Sequence[int] = ()
-        """The tokens of each sequence in the pass to come."""
+        """The number of tokens of each sequence in the next pass. To be set before `prepare`."""
 
     @property
     def length(self) -> int:
-        """Of the longest sequence."""
+        """The length of the longest sequence."""
         return max(cache.length for cache in self._caches)
 
     def prepare(self, n: int) -> None:
@@ -77,17 +77,17 @@ class JoinedCache:
 
 
 class JoinedRetrievalCache(JoinedCache):
-    """Retrieval caches, which are attended to in one call where the compiled kernels do that."""
+    """Retrieval caches. If the compiled kernels can, all sequences attend to them in one call."""
 
     def __init__(self, caches: Sequence[RetrievalCache]) -> None:
         super().__init__(caches)
         self._caches: list[RetrievalCache]
-        self._slots: list[int] = []  # of the pass that is prepared, of each sequence's first token
+        self._slots: list[int] = []  # in the prepared pass, the slot of each sequence's first token
         self._rotation: RopeRows = ()
         self._step = StepOfPass()
 
     def held(self) -> Held:
-        """See `offload.held`: beside the caches, for the pass that came last, and the last step."""
+        """See `offload.held`. The memory besides the caches: that of the last pass, and the last step."""
         yield from (("scratch", tensor) for tensor in (*self._rotation, *self._step.tensors()))
 
     def prepare(self, n: int) -> None:
@@ -127,7 +127,7 @@ class JoinedRetrievalCache(JoinedCache):
 
 
 class JoinedFullCache(JoinedCache):
-    """Full caches, some of which begin with keys and values that another one holds (`FullCache.prefix`)."""
+    """Full caches. Some begin with keys and values that another full cache holds (`FullCache.prefix`)."""
 
     def __init__(self, caches: Sequence[FullCache]) -> None:
         super().__init__(caches)
@@ -135,7 +135,7 @@ class JoinedFullCache(JoinedCache):
         self._attention = SharedAttention(caches)
 
     def held(self) -> Held:
-        """See `offload.held`: beside the caches."""
+        """See `offload.held`. The memory besides the caches."""
         return self._attention.held()
 
     @property
@@ -157,7 +157,7 @@ class JoinedFullCache(JoinedCache):
         return self.attend_rotated(layer, q)
 
     def rotation(self) -> RopeRows:
-        """See `FullCache`; rows are in the order of the sequences, here and below."""
+        """See `FullCache.rotation`. Here and in the methods below, rows are in the order of the sequences."""
         return self._attention.rotation
 
     def steps(self, rows: StepRows) -> list[Callable[[], object] | None]:

@@ -1,4 +1,4 @@
-"""The places of a pass's tokens in a cache's buffer: numbers, or tensors where the pass is captured and replayed."""
+"""The places of a pass's tokens in a cache's buffer: numbers, or tensors if the pass is captured and replayed."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from ...tp.rope import Angles, RopeRows
 class TokenSlots(NamedTuple):
     """The rotation and the buffer slots of `n` consecutive tokens.
 
-    A captured pass runs the same kernels on the same addresses each time, so what changes with the position must be in
-    memory that they read: the tensors here, which are set before each replay (see `graphs`).
+    A captured pass runs the same kernels on the same addresses each time. So everything that depends on the position
+    must be in memory that the kernels read: the tensors here, which are set before each replay (see `graphs`).
     """
 
     rotation: int | RopeRows
-    """What queries and keys are rotated by: the position of the first token, or the rows of RoPE's tables."""
+    """The rotation of queries and keys: the position of the first token, or the rows of RoPE's tables."""
     slot: int | Tensor
-    """The slot of the first token, or of each, `[n]` int64."""
+    """The slot of the first token, or the slots of all tokens, `[n]` int64."""
 
     @property
     def diagonal(self) -> int | Tensor:
-        """The last slot that the first token sees: its own."""
+        """The last slot to which the first token attends: its own."""
         return self.slot if isinstance(self.slot, int) else self.slot[0]
 
     def put(self, buffer: Tensor, rows: Tensor, angles: Angles | None = None) -> None:
-        """Writes `rows` `[heads, n, head_dim]`, rotated by `angles` if they are given, to their slots of `buffer`
-        `[heads, slots, head_dim]`."""
+        """Writes `rows` `[heads, n, head_dim]` to their slots of `buffer` `[heads, slots, head_dim]`. If `angles` are
+        given, rotates them."""
         if isinstance(self.slot, int):
             place = buffer[:, self.slot : self.slot + rows.shape[1]]
             if angles:

@@ -1,10 +1,10 @@
-"""Keys and values of the last tokens, of layers with sliding windows in a model that has others without: on the device,
-a few blocks of each layer, of which the oldest is written over.
+"""The keys and values of the last tokens, for layers with sliding windows in a model that also has layers without.
 
-A layer that has read them holds its window before every position of the last `window_slack` tokens, so that so many can
-be rolled back, or left to another sequence that begins alike; one that was restored, before the next token. Blocks
-begin at whole multiples of their size, wherever a sequence began, so attention sums keys in the same order as where all
-of them are kept.
+They are on the device. Each layer has a few blocks, and new tokens overwrite the oldest block. A layer that computed
+its tokens holds the whole window before each of the last `window_slack` tokens. So this number of tokens can be rolled
+back, or replaced by those of another sequence with the same beginning. A layer that was restored holds only the window
+before the next token. Blocks begin at multiples of their size, wherever a sequence began. So attention sums keys in the
+same order as in a layer that keeps all tokens.
 """
 
 from __future__ import annotations
@@ -24,15 +24,16 @@ from ..transfer.placement import window_blocks
 
 @dataclass
 class _LastBlocks:
-    """Of one layer."""
+    """The blocks of one layer."""
 
     window: int
     blocks: Tensor
-    """`[count, 2, num_kv_heads, block_size, head_dim]`; that of the tokens from `i * block_size` on is `i % count`."""
+    """`[count, 2, num_kv_heads, block_size, head_dim]`. The tokens from `i * block_size` on are in block `i %
+    count`."""
     first: int = 0
-    """Tokens from this position on are there."""
+    """Position of the first token that is kept."""
     stop: int = 0
-    """Position behind the last token that was written."""
+    """Position of the last token that was written, plus 1."""
 
     @property
     def size(self) -> int:
@@ -40,15 +41,15 @@ class _LastBlocks:
         return self.blocks.shape[3]
 
     def of(self, index: int) -> Tensor:
-        """The block of tokens from `index * size` on."""
+        """The block of the tokens from `index * size` on."""
         return self.blocks[index % len(self.blocks)]
 
     def first_seen(self, length: int) -> int:
-        """Position of the first token that the token at `length` sees."""
+        """Position of the first token in the window of the token at `length`."""
         return max(0, length + 1 - self.window)
 
     def write(self, start: int, k: Tensor, v: Tensor) -> None:
-        """Writes tokens from `start` on over the oldest; of more than there is room for, the last."""
+        """Writes the tokens from `start` on over the oldest. If there are more than fit, writes only the last ones."""
         size, room = self.size, len(self.blocks)
         stop = start + k.shape[1]
         oldest = max(0, (-(-stop // size) - room) * size)
@@ -67,7 +68,7 @@ class _LastBlocks:
 
 
 class WindowBlocks:
-    """Those of one sequence."""
+    """The last tokens of one sequence in all layers that keep only these."""
 
     def __init__(
         self,
@@ -78,36 +79,36 @@ class WindowBlocks:
         chunk_size: int,
         limits: Limits = LIMITS,
     ) -> None:
-        """Args: `config` is of a rank's part of the model; a block is whole chunks."""
+        """Args: `config` is that of the rank's part of the model. A block consists of whole chunks."""
         self._layers: dict[int, _LastBlocks] = {}
         for layer, window in config.kept_windows.items():
             count, size = window_blocks(window, chunk_size, limits)
             shape = count, 2, config.num_kv_heads, size, config.head_dim
-            blocks = torch.empty(shape, dtype=dtype, device=device).zero_()  # now, so that it counts as taken
+            blocks = torch.empty(shape, dtype=dtype, device=device).zero_()  # zeros, so that it counts as taken
             self._layers[layer] = _LastBlocks(window, blocks)
         self._workspace: tuple[int, int, Tensor] | None = None
-        """Of the layer that a pass over many tokens is at: which one, the position of the first token, and keys and
-        values `[2, num_kv_heads, any, head_dim]`."""
+        """In a pass over many tokens: the current layer, the position of the first token, and the keys and values
+        `[2, num_kv_heads, any, head_dim]` of this layer."""
 
     def held(self) -> Held:
         """See `offload.held`."""
         yield from (("windows", held.blocks) for held in self._layers.values())
 
     def reaches(self, length: int) -> bool:
-        """Whether the token at this position has all that its windows see."""
+        """Whether the windows of the token at position `length` are complete in all layers."""
         return all(held.first <= held.first_seen(length) and length <= held.stop for held in self._layers.values())
 
     def first_seen(self, layer: int, length: int) -> int:
-        """Position of the first token that the token at `length` sees in a layer."""
+        """Position of the first token in a layer's window of the token at `length`."""
         return self._layers[layer].first_seen(length)
 
     def append(self, layer: int, start: int, k: Tensor, v: Tensor) -> None:
-        """Writes the keys and values `[num_kv_heads, n, head_dim]` of tokens `start` to `start + n`. Those of a pass
-        over more than there is room for are there until the next call."""
+        """Writes the keys and values `[num_kv_heads, n, head_dim]` of tokens `start` to `start + n`. If there are more
+        than fit into the blocks, all of them stay available until the next call."""
         held = self._layers[layer]
         size, stop = held.size, start + k.shape[1]
-        assert held.first <= held.first_seen(start) and start <= held.stop, "what comes before is gone"
-        held.stop = min(held.stop, start)  # what was there behind is of a pass that was rolled back
+        assert held.first <= held.first_seen(start) and start <= held.stop, "the tokens before these are gone"
+        held.stop = min(held.stop, start)  # later tokens belong to a pass that was rolled back
         base = held.first_seen(start) // size * size
         self._workspace = None
         if -(-stop // size) - base // size > len(held.blocks):
@@ -121,12 +122,12 @@ class WindowBlocks:
         held.write(start, k, v)
 
     def pieces(self, layer: int, first: int, stop: int) -> Iterator[tuple[int, Tensor]]:
-        """The blocks that hold tokens `first` (or some before) to `stop` of those appended last or before; see
+        """The blocks that hold tokens `first` (or some before) to `stop`, including those that were appended last. See
         `Blocks.pieces`."""
         if self._workspace is not None and self._workspace[0] == layer:
             _, base, whole = self._workspace
             self._workspace = None
-            # One piece for flash kernels; float32, which they do not take, needs memory by the keys of a piece.
+            # Flash kernels get one piece. They do not support float32, for which memory grows with the keys of a piece.
             step = whole.shape[2] if whole.dtype.itemsize == 2 else self._layers[layer].size
             for offset in range(0, whole.shape[2], step):
                 yield base + offset, whole[:, :, offset : offset + step]
@@ -144,13 +145,13 @@ class WindowBlocks:
         return k, v
 
     def _tokens(self, layer: int, start: int, stop: int) -> list[Tensor]:
-        """Them where they lie, in pieces `[2, num_kv_heads, any, head_dim]`."""
+        """Views of the tokens `start` to `stop`, in pieces `[2, num_kv_heads, any, head_dim]`."""
         found = self._blocks(self._layers[layer], start, stop)
         return [block[:, :, max(start - position, 0) : stop - position] for position, block in found]
 
     def gather(self, layer: int, chunks: Tensor, chunk_size: int) -> tuple[Tensor, Tensor]:
         """Keys and values of `chunks` `[num_kv_heads, count]`, each `[num_kv_heads, count * chunk_size, head_dim]`.
-        Those of chunks that no window reaches any more are of any others."""
+        For chunks that no window reaches any more, the result has those of any other chunks."""
         held = self._layers[layer]
         chunks = chunks.clamp(min=-(-held.first // chunk_size))
         within = torch.arange(chunk_size, device=chunks.device)
@@ -160,7 +161,8 @@ class WindowBlocks:
         return held.blocks[index, 0, heads, offset], held.blocks[index, 1, heads, offset]
 
     def copy_from(self, other: WindowBlocks, length: int) -> None:
-        """Takes what another sequence's have of its first `length` tokens, which it reaches, or of none."""
+        """Copies what another sequence keeps of its first `length` tokens. `length` must be 0, or reachable in `other`
+        (`reaches`)."""
         if not length:
             self.forget()
             return
@@ -170,17 +172,17 @@ class WindowBlocks:
             held.first, held.stop = theirs.first, min(theirs.stop, length)
 
     def release(self) -> None:
-        """Gives back what was taken for a pass over many tokens, which has ended."""
+        """Frees the memory that was taken for a pass over many tokens, after the pass has ended."""
         self._workspace = None
 
     def forget(self) -> None:
-        """Says that no token is there."""
+        """Forgets all tokens."""
         self.release()
         for held in self._layers.values():
             held.first = held.stop = 0
 
     def export(self, layer: int, start: int, stop: int) -> Callable[[], list[Tensor]]:
-        """See `Blocks.export`. Those that are gone are zeros."""
+        """See `Blocks.export`. Tokens that are no longer kept are zeros."""
         held = self._layers[layer]
         border = min(max(start, held.first), stop)
         there = [piece.clone().cpu() for piece in self._tokens(layer, border, stop)]
@@ -189,15 +191,15 @@ class WindowBlocks:
         return lambda: [torch.zeros(gone, dtype=held.blocks.dtype), *there] if border > start else there
 
     def restore(self, layer: int, start: int, stop: int, read: Callable[[list[Tensor]], None]) -> None:
-        """Takes tokens `start` to `stop` of a layer, of which it keeps the last, in place of all that were there; see
+        """Replaces all tokens of a layer by tokens `start` to `stop`, of which it keeps the last. See
         `Blocks.restore`."""
         held = self._layers[layer]
         _, _, heads, _, head_dim = held.blocks.shape
         piece = torch.empty(2, heads, stop - start, head_dim, dtype=held.blocks.dtype)
-        held.first = held.stop = start  # what is read may turn out to be damaged
+        held.first = held.stop = start  # no tokens, in case the data that are read turn out to be damaged
         read([piece])
         k, v = piece.to(held.blocks.device)
         if start < stop:
-            held.of(start // held.size).zero_()  # of which some before may be what was read and was damaged
+            held.of(start // held.size).zero_()  # it may have damaged data of an earlier attempt before `start`
         held.write(start, k, v)
-        held.first = max(start, held.first_seen(stop))  # what is before that may not have been saved
+        held.first = max(start, held.first_seen(stop))  # earlier tokens may not have been saved

@@ -1,7 +1,7 @@
-"""What the store does to a file system, call by call, so that a test can record it and cut it off anywhere.
+"""All changes that the store makes to a file system, each as one method, so that a test can record and interrupt them.
 
-A file counts as written once its contents and then its directory are synced. Files and directories are readable by
-their owner only.
+A file counts as written when first its contents and then its directory are synced. Only the owner can read the files
+and directories.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ class Disk:
     """Durable changes of files."""
 
     def make_directory(self, path: Path) -> None:
-        """Makes a directory and those above it durably, if they are not there."""
+        """Makes a directory and its parents durably, if they do not exist."""
         if path.is_dir():
             return
         self.make_directory(path.parent)
@@ -26,7 +26,7 @@ class Disk:
         self.sync_directory(path.parent)
 
     def create(self, path: Path) -> BinaryIO:
-        """A new file, unbuffered; one that is there is emptied."""
+        """Opens a file for writing, unbuffered. A file that exists is emptied."""
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         os.fchmod(descriptor, 0o600)  # whatever the umask
         return os.fdopen(descriptor, "wb", buffering=0)
@@ -36,7 +36,7 @@ class Disk:
         os.fsync(file.fileno())
 
     def sync_directory(self, path: Path) -> None:
-        """Waits until the names in a directory are on the disk."""
+        """Waits until the entries of a directory are on the disk."""
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
         try:
             os.fsync(descriptor)
@@ -44,21 +44,21 @@ class Disk:
             os.close(descriptor)
 
     def rename(self, old: Path, new: Path) -> None:
-        """Gives a file another name, in place of the file that had it."""
+        """Renames a file. A file that has the new name is replaced."""
         os.replace(old, new)
 
     def link(self, old: Path, new: Path) -> None:
-        """Gives a file a second name."""
+        """Gives a file a second name (a hard link)."""
         os.link(old, new)
 
     def remove(self, path: Path) -> None:
-        """Removes a name; the contents go with the last one."""
+        """Removes a name of a file, if it exists. The contents are removed with the last name."""
         path.unlink(missing_ok=True)
 
     @contextmanager
     def replacing(self, path: Path) -> Iterator[BinaryIO]:
-        """A new file that takes the place of `path`, durably, once it is written: whatever happens, either is there
-        whole."""
+        """Yields a new file, which durably replaces `path` at the end. Whenever this is interrupted, `path` is either
+        the complete old file or the complete new one."""
         temporary = path.with_name(f".{path.name}.new")
         try:
             with self.create(temporary) as file:
@@ -66,13 +66,13 @@ class Disk:
                 self.sync(file)
             self.rename(temporary, path)
         except BaseException:
-            with suppress(OSError):  # the disk may be full: what is of no use must not fill it
+            with suppress(OSError):  # the incomplete file must not take space on a disk that may be full
                 self.remove(temporary)
             raise
         self.sync_directory(path.parent)
 
     def write_whole(self, path: Path, content: bytes) -> None:
-        """Puts a file with this content in the place of `path`. See `replacing`."""
+        """Replaces `path` by a file with this content. See `replacing`."""
         with self.replacing(path) as file:
             write_all(file, content)
 

@@ -1,4 +1,4 @@
-"""How long a text takes to read, from a short trial on this machine."""
+"""Estimates the time of a prefill from a short trial on this machine."""
 
 from __future__ import annotations
 
@@ -12,13 +12,16 @@ from ...tp.devices import synchronize
 from ..caches.full import FullCache
 
 _TRIAL = 512
-"""Tokens that are read for the trial, a few times: the first time also warms up."""
+"""Tokens of the trial prefill. It is repeated a few times; the first time also warms up."""
 
 
 @torch.inference_mode()
 def reading_seconds(target: Decoder, start: int, tokens: int) -> float | None:
-    """About how long `tokens` tokens after `start` others take; `None` where several ranks share the model, which
-    would all have to try. A modelled figure: the trial's seconds for each multiplication."""
+    """About how many seconds the prefill of `tokens` tokens after the first `start` tokens takes.
+
+    `None` if several ranks share the model, because all of them would have to run the trial. The figure is modelled:
+    the trial's seconds per multiplication, times the multiplications of the prefill.
+    """
     if target.ranks.size > 1:
         return None
     ids = torch.arange(_TRIAL, device=target.device) % target.config.vocab_size

@@ -1,4 +1,7 @@
-"""The fingerprint of a model: what keys and values depend on. KV of another fingerprint is never used."""
+"""The fingerprint of a model: a hash of everything that keys and values depend on, except the tokens.
+
+Keys and values with another fingerprint are never used.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +23,11 @@ if TYPE_CHECKING:
     from ...tp.model.config import ModelConfig
 
 _CACHE = ".fingerprints.json"
-"""A name that no context can have."""
+"""The file with the hashes of weight files. No context can have this name."""
 
 _NOT_IN_KV = ("name", "eos_token_ids", "dtype", "max_position_embeddings", "dual_chunk", "further_layers", "is_head")
-"""What a configuration says beyond keys and values; the number format in use counts, not the checkpoint's."""
+"""Fields of a configuration that do not change keys and values. `dtype` is the checkpoint's number format; the hash has
+the number format of the run instead."""
 
 _LATER = (
     "quantisation",
@@ -39,14 +43,14 @@ _LATER = (
     "output_gate",
     "rotary_dim",
 )
-"""What says nothing where a model does not have it, or texts that were saved before there was such a thing would not be
-found."""
+"""Fields that are left out of the hash if they have their default value. Earlier versions did not know these fields, so
+contexts that they saved are still found."""
 
 
 def fingerprint(directory: Path, config: ModelConfig, dtype: torch.dtype, store: Path, disk: Disk) -> str:
-    """The hash of a model's weights, configuration (its RoPE scaling among it) and number format.
+    """The hash of a model's weights, configuration (including its RoPE scaling) and number format.
 
-    Hashing the weights reads them once; their hashes are kept in `store` by name, size and time of change.
+    The weight files are read once. Their hashes are kept in the directory `store`, by path, size and times of change.
 
     Raises:
         ModelError: see `weight_files`.
@@ -77,7 +81,7 @@ def _weight_hashes(files: list[Path], store: Path, disk: Disk) -> list[str]:
         key = f"{path.resolve()} {stat.st_size} {stat.st_mtime_ns} {stat.st_ctime_ns} {stat.st_ino}"
         found[key] = known.get(key) or _hash(path)
     if store.is_dir() and not found.keys() <= known.keys():
-        # Where it cannot be written, or another process does so now, they are hashed again next time.
+        # If the file cannot be written, or another process is writing it, the weights are hashed again next time.
         with suppress(OSError, Timeout), FileLock(store / f"{_CACHE}.lock", timeout=0, mode=0o600):
             content = json.dumps(known | found)
             disk.write_whole(store / _CACHE, json.dumps([content, xxhash.xxh3_64_hexdigest(content.encode())]).encode())

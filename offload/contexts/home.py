@@ -1,4 +1,4 @@
-"""Where a user's saved contexts are, and how much they may take."""
+"""The place of a user's saved contexts, and their quota."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from .store import ContextStore
 
 
 def contexts_root() -> Path:
-    """`$TRIFORCE_HOME/contexts`, else `contexts` in the user's cache directory."""
+    """`$TRIFORCE_HOME/contexts`; without this variable, `contexts` in the user's cache directory of triforce."""
     return user_home() / "contexts"
 
 
 def user_store() -> ContextStore:
-    """The contexts of this user, with `TRIFORCE_CONTEXTS_MAX` as their quota, if it is set.
+    """The contexts of this user. `TRIFORCE_CONTEXTS_MAX` is their quota, if it is set.
 
     Raises:
-        UsageError: that is no size.
+        UsageError: the value of `TRIFORCE_CONTEXTS_MAX` is not a size.
     """
     quota = os.environ.get("TRIFORCE_CONTEXTS_MAX")
     try:

@@ -1,7 +1,8 @@
-"""A context's manifest: what is saved, in which files, as JSON that checks itself.
+"""The manifest of a saved context: a JSON file that lists the segments and their files, with a checksum of itself.
 
-What a manifest names is on the disk whole: files are written and synced before it is replaced. It is not trusted: a
-damaged or edited one is refused by name.
+Every file that a manifest names is completely on the disk: files are written and synced before the manifest is
+replaced. A manifest is checked when it is read. A damaged or edited manifest is refused, with an error that names the
+context.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ from .segments.file import SegmentFile
 
 FILE_NAME = "manifest.json"
 VERSION = 4
-"""The newest format, of manifests with states. One says the least that it needs, so that older versions read it: 3 with
-layers of which the last tokens are saved, 2 with packed segments, else 1."""
+"""The newest format, for manifests with states. A manifest has the lowest format that is sufficient, so that older
+versions can read it: 3 if only the last tokens of some layers are saved, 2 with packed segments, else 1."""
 
 MOST_BYTES = 2**24
-"""Of a manifest that is read: tens of thousands of segments."""
+"""Maximum size of a manifest: enough for tens of thousands of segments."""
 
 _MOST_TOKENS = 2**31 - 1
 _MOST_LAYERS = 4096
@@ -42,61 +43,68 @@ LATEST = 253_402_300_800.0
 _HASH = re.compile("[0-9a-f]{32}")
 
 Origin = Literal["operator", "client"]
-"""Who had a context saved: whoever runs triforce on this machine, or a client of `triforce serve` (a text that was
-uploaded, a prompt that `--save-prompts` saves)."""
+"""Who had a context saved: the user who runs triforce on this machine (`operator`), or a client of `triforce serve`
+(`client`: a text that was uploaded, or a prompt that `--save-prompts` saves)."""
 
 
 class ContextError(TriforceError):
-    """A saved context that is not there, damaged, in use, or another model's."""
+    """A saved context cannot be used or saved: it is missing, damaged or in use, or belongs to another model."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """A file with some heads of a segment."""
+    """A file of a segment. It holds some of the model's heads."""
 
     file: str
+    """The name of the file, in the context's directory."""
     kv_heads: tuple[int, int]
-    """The first, and the one behind the last; of states, key heads."""
+    """The first KV head in the file, and the last plus 1. In a file with states: key heads."""
     checksum: str
-    """Of the checksums within."""
+    """A checksum of the checksums in the file."""
 
 
 @dataclass(frozen=True)
 class Segment:
-    """Tokens of a context that were saved together."""
+    """Consecutive tokens of a context that were saved together."""
 
     first: int
+    """Position of the first token."""
     tokens: int
     chain: str
-    """Of all token ids up to the last of these; see `segments.contents.chained`."""
+    """A hash of all token ids from the start of the context to the segment's end; see `segments.contents.chained`."""
     parts: tuple[Part, ...]
+    """The files with keys and values."""
     packed: bool = False
     """Whether keys and values are packed in its files."""
     arithmetic: tuple[int | None, ...] = (None,)
-    """The numbers of the arithmetic that computed its keys and values (`kernels.arithmetic`, rank 0's), in the order
-    of first use; `None` is one that is not known: a GPU's, or an earlier version's. There are several where a text
-    grew: a last segment that is not full is written again with what follows it, which may be computed elsewhere."""
+    """The numbers of the arithmetic that computed its keys and values (`kernels.arithmetic`, on rank 0), in the order
+    of first use. `None` is an unknown number: that of a GPU, or of an earlier version. There can be several numbers if
+    text was added: a last segment that is not full is written again together with the new tokens, and these may be
+    computed with another arithmetic."""
     states: tuple[Part, ...] = ()
-    """Files with the states behind the last token, of a model with linear attention."""
+    """The files with the states after the last token, if the model has linear attention."""
 
     @property
     def files(self) -> tuple[Part, ...]:
+        """All files of the segment."""
         return *self.parts, *self.states
 
     @property
     def stop(self) -> int:
+        """Position of the last token plus 1."""
         return self.first + self.tokens
 
 
 @dataclass(frozen=True)
 class Frame:
-    """What surrounds the text of a context, so that a question can be put behind it."""
+    """What surrounds the text of a context in the chat template. A question after the text needs the same frame."""
 
     chat: bool = False
-    """Whether the text stands in a user's message, as the model's chat template begins one."""
+    """Whether the text is the beginning of a user's message, in the format of the model's chat template."""
     system: str | None = None
+    """The system message before the text."""
     answered: bool = False
-    """Whether it is a conversation that ends in an answer, as the model's chat template puts it."""
+    """Whether it is a conversation that ends with an answer, in the format of the model's chat template."""
 
 
 NO_FRAME = Frame()
@@ -104,57 +112,62 @@ NO_FRAME = Frame()
 
 @dataclass(frozen=True)
 class Manifest:
-    """A saved context. `tokens` are those it is to have, of which `segments` are there."""
+    """The description of a saved context."""
 
     model: str
-    """As it was named; what counts is the fingerprint."""
+    """The name of the model when the context was saved. Only the fingerprint decides whether a model may use it."""
     fingerprint: str
     shape: Shape
     tokens: int
+    """Tokens of the complete context. Fewer may be saved, see `saved`."""
     created: float
     """Seconds since 1970."""
     frame: Frame = NO_FRAME
     segment_tokens: int = SEGMENT
-    """Of every segment but the last, which may have fewer."""
+    """Tokens of each segment, except the last one, which may have fewer."""
     segments: tuple[Segment, ...] = ()
+    """The segments that are saved."""
     origin: Origin = "operator"
 
     @property
     def saved(self) -> int:
-        """Tokens whose keys and values are there."""
+        """Number of tokens whose keys and values are saved."""
         return self.segments[-1].stop if self.segments else 0
 
     @property
     def complete(self) -> bool:
+        """Whether all tokens are saved."""
         return self.saved == self.tokens
 
     @property
     def kv_bytes(self) -> int:
+        """Bytes of the saved keys, values and states, not packed."""
         return self.shape.kv_bytes(self.saved, self.segment_tokens)
 
     @property
     def packed_segments(self) -> int:
+        """Number of the segments that are packed."""
         return sum(segment.packed for segment in self.segments)
 
     @property
     def arithmetic(self) -> int | None:
-        """The number of the arithmetic that computed all keys and values; `None` where that is not known, or several
-        did."""
+        """The number of the arithmetic that computed all keys and values; `None` if it is unknown, or if there are
+        several."""
         numbers = {number for segment in self.segments for number in segment.arithmetic}
         return numbers.pop() if len(numbers) == 1 else None
 
     def bytes_to_write(self, tokens: int, saved: int, packed: bool) -> int:
-        """What of so many tokens is still to be written, where `saved` of them are there: a last segment that is not
-        full is written again with what follows it."""
+        """About how many bytes must be written to save `tokens` tokens, if the first `saved` of them are saved already.
+        A last segment that is not full is written again together with the tokens after it."""
         missing = tokens - saved // self.segment_tokens * self.segment_tokens
         return self.shape.saved_bytes(missing, self.segment_tokens, packed)
 
     def chain_before(self, index: int) -> str:
-        """The chain that segment `index` goes on from."""
+        """The chain before segment `index`: that of the segment before it, or the fingerprint for the first segment."""
         return self.segments[index - 1].chain if index else self.fingerprint
 
     def contents(self, segment: Segment, part: Part) -> Contents:
-        """What a file must hold."""
+        """What the file of a segment must hold."""
         of = self.fingerprint, segment.first, segment.tokens, segment.chain, part.kv_heads
         states = self.shape.states
         if states and part in segment.states:
@@ -162,20 +175,26 @@ class Manifest:
         return Contents(self.shape, *of, segment.packed)
 
     def open(self, directory: Path, segment: Segment, part: Part) -> SegmentFile:
-        """Raises:
-        DamagedError: it is not there, or holds something else.
+        """Opens a file of a segment.
+
+        Raises:
+            DamagedError: the file is missing, or holds something else.
         """
         return SegmentFile(directory / part.file, self.contents(segment, part), part.checksum)
 
     def write(self, disk: Disk, directory: Path) -> None:
-        """Puts it in place of the one in `directory`, durably."""
+        """Replaces the manifest in `directory` durably.
+
+        Raises:
+            OSError: the manifest cannot be written.
+        """
         shape = self.shape
         version = VERSION if shape.states else 3 if shape.last_tokens else 2 if self.packed_segments else 1
         described = {"format": version, **asdict(self)}
         if self.origin == "operator":
-            del described["origin"]  # as in manifests of versions that know no other
+            del described["origin"]  # earlier versions, which know only this origin, have no such entry
         if not shape.last_tokens:
-            del described["shape"]["last_tokens"]  # the same
+            del described["shape"]["last_tokens"]  # earlier versions have no such entry either
         if not shape.states:
             for one in (described["shape"], *described["segments"]):
                 del one["states"]
@@ -184,8 +203,10 @@ class Manifest:
 
     @classmethod
     def load(cls, directory: Path) -> Manifest:
-        """Raises:
-        ContextError: there is none, it is damaged, or a newer version wrote it.
+        """Reads the manifest in `directory` and checks it.
+
+        Raises:
+            ContextError: there is no manifest, it is damaged, or a newer version wrote it.
         """
         try:
             raw = json.loads(_content(directory / FILE_NAME), parse_constant=_refuse_constant)
@@ -200,7 +221,7 @@ class Manifest:
                 f"the context {directory.name!r} holds nothing: {directory / FILE_NAME} does not exist; read the text "
                 "again under this name"
             ) from error
-        except Exception as error:  # it may hold anything
+        except Exception as error:  # a damaged manifest can cause any exception
             reason = getattr(error, "strerror", None) or str(error)
             kind = "" if type(error) is ValueError else f"{type(error).__name__}: "
             raise _damaged(directory, kind + reason) from error
@@ -211,8 +232,10 @@ class Manifest:
 
     @classmethod
     def _from_raw(cls, raw: dict[str, Any]) -> Manifest:
-        """Raises:
-        Exception: it is not what `write` writes.
+        """The manifest that this JSON describes.
+
+        Raises:
+            Exception: the JSON is not what `write` writes.
         """
         shape = _shape(raw["shape"])
         tokens = _whole(raw["tokens"], "tokens", _MOST_TOKENS)
@@ -251,10 +274,11 @@ class Manifest:
 
 
 def _content(path: Path) -> bytes:
-    """The bytes of a manifest, no more than one can have; of a file, and not of something that never ends.
+    """The bytes of a manifest, at most `MOST_BYTES`. Only a regular file is read: a pipe or a device might never end.
 
     Raises:
-        OSError, ValueError: it cannot be read.
+        OSError: the file cannot be read.
+        ValueError: it is not a regular file, or it is too large.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     with open(descriptor, "rb") as file:
@@ -283,11 +307,15 @@ def _segment(raw: dict[str, Any], shape: Shape) -> Segment:
 
 
 def _parts(raw: list[Any], num_heads: int, of: str) -> tuple[Part, ...]:
-    """Files that have all of so many heads, each once."""
+    """The files of a segment. Together they must have each of `num_heads` heads once, in order.
+
+    Raises:
+        Exception: they do not, or the JSON is not what `write` writes.
+    """
     parts, at = tuple(map(_part, raw)), 0
     for part in parts:
         if part.kv_heads[0] != at or part.kv_heads[1] <= at:
-            _refuse(f"{of} has heads {part.kv_heads} behind {at}")
+            _refuse(f"{of} has heads {part.kv_heads} after head {at}")
         at = part.kv_heads[1]
     if at != num_heads:
         _refuse(f"{of} has {at} heads instead of {num_heads}")
@@ -327,8 +355,10 @@ def _states(raw: dict[str, Any]) -> StatesShape:
 
 
 def _whole(value: object, name: str, most: int, least: int = 1) -> int:
-    """Raises:
-    ValueError: it is no whole number from `least` to `most`.
+    """The value, if it is a whole number from `least` to `most`.
+
+    Raises:
+        ValueError: it is not.
     """
     if type(value) is not int or not least <= value <= most:
         _refuse(f"impossible numbers: {name} is {reprlib.repr(value)}")
@@ -336,8 +366,10 @@ def _whole(value: object, name: str, most: int, least: int = 1) -> int:
 
 
 def _text(value: object, name: str, most: int = 4096) -> str:
-    """Raises:
-    ValueError: it is no text of at most so many letters that UTF-8 can hold.
+    """The value, if it is a text of at most `most` characters that UTF-8 can encode.
+
+    Raises:
+        ValueError: it is not.
     """
     if type(value) is not str or len(value) > most or any("\ud800" <= letter <= "\udfff" for letter in value):
         _refuse_value(name, value)
@@ -345,7 +377,7 @@ def _text(value: object, name: str, most: int = 4096) -> str:
 
 
 def _name(value: object) -> str:
-    """The name of a model, which is printed: nothing that a terminal would act on."""
+    """The name of a model. It must not contain control characters, because it is printed on a terminal."""
     name = _text(value, "model")
     if any(ord(letter) < 32 or 127 <= ord(letter) < 160 for letter in name):
         _refuse_value("model", name)

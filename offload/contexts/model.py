@@ -1,4 +1,4 @@
-"""The saved contexts of one model: which of them a run starts from, and what it is to save."""
+"""The saved contexts of one model: decides which context a run starts from, and what the run saves."""
 
 from __future__ import annotations
 
@@ -27,47 +27,52 @@ from .store import ContextStore, SavedPrefix
 from .use import ContextUse
 
 LEAST_FOUND = 64
-"""Tokens that a context must share with a prompt to be found by itself: a few are read faster than looked up."""
+"""Minimum number of common first tokens for a context that is found without its name. The prefill of fewer tokens takes
+less time than the search."""
 
 
 @dataclass(frozen=True)
 class ContextRequest:
-    """What a run is to do with saved contexts."""
+    """What a run does with saved contexts: which one it starts from, and what it saves."""
 
     name: str | None = None
-    """The context to start from."""
+    """The name of the context to start from; `None`: no named context."""
     find: bool = False
-    """Whether to look for one that the prompt begins with, where none is named."""
+    """Whether to search for a context that has its first tokens in common with the prompt, if `name` is `None`."""
     save: str | None = None
-    """The name under which to save the prompt."""
+    """The name under which the prompt is saved; `None`: the prompt is not saved."""
     save_tokens: int | None = None
-    """How many leading tokens of it to save; `None` is all."""
+    """How many first tokens of the prompt are saved; `None`: all."""
     frame: Frame = NO_FRAME
-    """Of what is saved."""
+    """The frame of the text that is saved."""
     required: bool = False
-    """Whether the run is to fail where it cannot be saved, and not just to say so."""
+    """Whether the run fails if the prompt cannot be saved. If not, it goes on with a warning (but see `origin`)."""
     origin: Origin = "operator"
-    """Who wants it saved. What a client wants leaves a reserve of the disk free and removes no context of the
-    operator's. A name that cannot be had is an error for the operator, and for a client only where it is required."""
+    """Who wants the prompt saved. Saving for a client leaves a reserve of the disk free
+    (`ContextStore.reserve_bytes`), and removes no contexts of the operator. If the name cannot be used, for example
+    because it belongs to another text, this is an error for the operator. For a client it is an error only if
+    `required` is set."""
 
 
 @dataclass(frozen=True)
 class ContextPlan:
-    """What rank 0 has decided for all."""
+    """What a run restores and saves. Rank 0 decides this for all ranks."""
 
     prefix: SavedPrefix | None = None
+    """The first tokens of the prompt to restore."""
     save: SaveOrder | None = None
+    """What to save."""
     warnings: tuple[str, ...] = ()
-    """What cannot be saved, although the run is to go on."""
+    """What cannot be saved, and why. The run goes on without saving it."""
 
 
 class ModelContexts:
-    """The contexts in a store, as one model in one number format may use them."""
+    """The contexts in a store, for use by one model in one number format."""
 
     def __init__(self, store: ContextStore, directory: Path, name: str, target: Decoder, pack: str = "auto") -> None:
         """Args:
-        directory: of the model.
-        name: what manifests call it.
+        directory: the directory of the model.
+        name: the model's name in manifests.
         pack: see `Settings`.
         """
         self.store, self._directory, self._name = store, directory, name
@@ -77,18 +82,23 @@ class ModelContexts:
         self.shape = Shape(*kv, _last_tokens(config), _states(config))
         self._config, self._dtype, self._ranks = config, target.dtype, target.ranks
         self.packs = pack == "on" or (pack == "auto" and dtype == PACKABLE and packs_fast(torch.device("cpu")))
-        """Whether what is saved is packed. What is saved already stays as it is."""
+        """Whether new segments are packed. Saved segments keep their format."""
 
     @cached_property
     def fingerprint(self) -> str:
+        """The fingerprint of the model. The first access computes it, see the function `fingerprint`."""
         return fingerprint(self._directory, self._config, self._dtype, self.store.root, self.store.disk)
 
     def missing(self, name: str, token_ids: Sequence[int]) -> int:
-        """How many of the tokens are not saved under this name yet, or damaged. Where all are there, every checksum is
-        looked at, and what a run that was killed has left is removed.
+        """How many last tokens of a text must still be saved under this name: those from the first one that is missing
+        or in a damaged segment.
+
+        Checksums are verified only if all tokens are saved. If all are saved and undamaged, the files that a killed
+        run left are removed, and the context becomes the operator's.
 
         Raises:
-            ContextError: another text or another model's KV is, or the context's manifest is damaged.
+            UsageError: no context can have this name.
+            ContextError: the name belongs to another text or another model, or the context's manifest is damaged.
         """
         saved, _ = self.saved(name, token_ids)
         if saved == len(token_ids):
@@ -98,18 +108,19 @@ class ModelContexts:
         return len(token_ids) - saved
 
     def saved(self, name: str, token_ids: Sequence[int]) -> tuple[int, tuple[Segment, ...]]:
-        """How many leading tokens of a text are saved under this name, and in which segments. Whether their keys and
-        values are damaged is not looked at, which takes little time.
+        """How many first tokens of a text are saved under this name, and in which segments. This takes little time: the
+        keys and values are not checked for damage.
 
         Raises:
-            ContextError: another text or another model's KV is, or the context's manifest is damaged.
+            UsageError: no context can have this name.
+            ContextError: the name belongs to another text or another model, or the context's manifest is damaged.
         """
         prefix, saved = self.store.saved_of(name, self.fingerprint, self.shape, token_ids)
         return saved, prefix.segments if prefix else ()
 
     def tidy(self, name: str, origin: Origin) -> None:
-        """Removes what a run that was killed has left of a context; what the operator wants is the operator's from then
-        on. Nothing, where another process changes it or it cannot be written."""
+        """Removes files that a killed run left in a context. If `origin` is `operator`, the context becomes the
+        operator's. Does nothing if another process is changing the context, or if it cannot be written."""
         if self._ranks.rank == 0:
             with suppress(ContextError), self.store.locked(name):
                 self.store.tidy(name, self.store.load(name).segments)
@@ -117,25 +128,26 @@ class ModelContexts:
                     self.store.claim(name)
 
     def saved_tokens(self, name: str) -> int:
-        """Tokens that are saved under this name; 0 where nothing is."""
+        """Number of tokens that are saved under this name; 0 if there is no readable context."""
         try:
             return self.store.load(name).saved
         except ContextError:
             return 0
 
     def bytes_to_write(self, token_ids: Sequence[int], missing: int) -> int:
-        """What saving a text writes, of which so many last tokens are missing."""
+        """About how many bytes are written to save a text of which the last `missing` tokens are not saved yet."""
         manifest = Manifest("", "", self.shape, len(token_ids), 0.0, NO_FRAME, self.store.segment_tokens)
         return manifest.bytes_to_write(len(token_ids), len(token_ids) - missing, self.packs)
 
     def plan(self, prompt: list[int], request: ContextRequest, reusable: int) -> ContextPlan:
-        """What a run does, on rank 0.
+        """Decides what a run restores and saves. Only rank 0 calls it.
 
-        Args: `reusable` tokens of the prompt at most may be restored.
+        Args: `reusable` is the maximum number of the prompt's tokens that may be restored.
 
         Raises:
-            UsageError: an impossible name.
-            ContextError: the named context cannot be used, or not be saved to.
+            UsageError: no context can have this name.
+            ContextError: the named context cannot be used, or the prompt cannot be saved under the name.
+            OSError: the prompt cannot be saved, and this is an error for its origin (`ContextRequest.origin`).
         """
         wanted = request.name or request.save
         if wanted:
@@ -152,7 +164,7 @@ class ModelContexts:
         if request.name:
             prefix = self.store.prefix_of(request.name, self.fingerprint, self.shape, prompt)
         elif request.find:
-            with suppress(ContextError, OSError):  # nobody has asked for one
+            with suppress(ContextError, OSError):  # no context was named, so a failed search is no error
                 if self.store.any_of_shape(self.shape):
                     prefix = self.store.find(self.fingerprint, self.shape, prompt, LEAST_FOUND)
         save, warnings = None, ()
@@ -165,7 +177,7 @@ class ModelContexts:
                 warnings = (_unsaved(str(error)),)
         if prefix:
             restorable = self._restorable(prefix, min(prefix.tokens, reusable), save)
-            # Nothing may be restored of what is saved anew, which is known all the same.
+            # A context that is to be saved again stays in the plan even if none of its tokens can be restored.
             known = restorable or (save and save.directory == prefix.directory)
             prefix = replace(prefix, tokens=restorable) if known else None
         return ContextPlan(prefix, save, warnings)
@@ -173,23 +185,24 @@ class ModelContexts:
     def _plan_saving(
         self, name: str, request: ContextRequest, token_ids: list[int], prefix: SavedPrefix | None
     ) -> tuple[SavedPrefix | None, SaveOrder | None]:
-        """What the run starts from, in place of `prefix` perhaps, and what it saves, if anything is missing.
+        """The context that the run starts from, which may replace `prefix`; and what the run saves, `None` if nothing
+        is missing.
 
         Raises:
-            ContextError, OSError: it cannot be saved under the name.
+            ContextError, OSError: the prompt cannot be saved under the name.
         """
         own, saved = self.store.saved_of(name, self.fingerprint, self.shape, token_ids)
         if saved == len(token_ids) and not request.required:
             if request.origin == "operator":
                 self.tidy(name, "operator")
             return prefix, None
-        save = self._order(name, request, token_ids)  # where all is there, it may be damaged
+        save = self._order(name, request, token_ids)  # even if all tokens are saved, because segments may be damaged
         if own or prefix or not (request.find or request.required):
             return own or prefix, save
         return self.store.find(self.fingerprint, self.shape, token_ids, 1), save
 
     def use(self, plan: ContextPlan, synchronize: Callable[[torch.device], None] = synchronize) -> ContextUse | None:
-        """The contexts of a run, on any rank.
+        """The object with which a run restores and saves contexts; `None` if the plan is empty. All ranks call it.
 
         Args: `synchronize` waits for a device.
         """
@@ -203,17 +216,21 @@ class ModelContexts:
         return use
 
     def _restorable(self, prefix: SavedPrefix, tokens: int, save: SaveOrder | None) -> int:
-        """How many of so many leading tokens a run can start from. Of layers that keep the last tokens only, those at
-        the end of each segment are saved, and states are saved behind these ends alone."""
+        """How many of the first `tokens` tokens a run can restore.
+
+        Layers that keep only the last tokens have these saved at the end of each segment. States, too, are saved only
+        at the ends of segments.
+        """
         if not self._config.kept_windows and not self._config.linear:
             return tokens
         ends = [0, *(segment.stop for segment in prefix.manifest.segments)]
         if save:
             size = save.manifest.segment_tokens
             if prefix.manifest.segment_tokens != size:
-                return 0  # what is saved goes on from whole segments
-            tokens = min(tokens, len(save.token_ids))  # what is saved ends there
-            # What is written again is to hold what its windows see before its last few tokens, too.
+                return 0  # saving continues after whole segments, and these have another size
+            tokens = min(tokens, len(save.token_ids))  # no later tokens are saved
+            # A last segment that is written again must also hold the tokens that its windows cover before its last
+            # few tokens.
             first = tokens // size * size
             tokens = max(first, min(tokens, min(first + size, len(save.token_ids)) - RECENT_ROWS))
         if self._config.linear:
@@ -249,15 +266,15 @@ class ModelContexts:
 
 
 def _last_tokens(config: ModelConfig) -> tuple[int, ...]:
-    """See `Shape`: of layers that keep the last tokens only what they see before the end of a segment, or before a few
-    tokens less."""
+    """See `Shape.last_tokens`. A layer that keeps only the last tokens has those in its window at the end of a segment,
+    and `RECENT_ROWS` more, so that a run can also start a few tokens before the end."""
     windows = config.kept_windows
     lasts = (windows[layer] + RECENT_ROWS if layer in windows else 0 for layer in range(config.kv_layers))
     return tuple(lasts) if windows else ()
 
 
 def _bounds(heads: slice) -> tuple[int, int]:
-    """The first, and the one behind the last."""
+    """The first head, and the last plus 1."""
     return heads.start, heads.stop
 
 

@@ -1,8 +1,8 @@
-"""Writes what a run computes of a text to segments of a saved context, beside the work.
+"""Writes the keys, values and states that a run computes to segments of a saved context, while the run goes on.
 
-Every rank writes its own KV heads; of a head that several ranks hold, the first of them writes it. So it does with the
-states of its own key heads, as they are behind the segment. A thread writes a segment while the next one is computed;
-rank 0 enters it into the manifest once all ranks' files are there.
+Every rank writes its own KV heads. If several ranks hold a head, the first of them writes it. Every rank also writes
+the states of its own key heads, as they are after the last token of the segment. A thread writes a segment while the
+next segment is computed. When the files of all ranks are complete, rank 0 adds the segment to the manifest.
 """
 
 from __future__ import annotations
@@ -27,47 +27,49 @@ from .segments.writing import write_segment
 from .store import ContextStore
 
 _PATIENCE_S = 5.0
-"""How long rank 0 waits for the other ranks' files where the run was broken off."""
+"""How long rank 0 waits for the files of other ranks if the run was broken off."""
 
 _OTHER_FAILED = "another rank could not write its part"
 
 
 @dataclass(frozen=True)
 class SaveOrder:
-    """A context that a run is to save: leading tokens of its prompt. All ranks get rank 0's."""
+    """A context that a run saves. It holds the first tokens of the prompt. All ranks get the order of rank 0."""
 
     directory: Path
     manifest: Manifest
-    """As it is to be, without segments."""
+    """The manifest of the complete context, still without segments."""
     token_ids: list[int]
     salt: str
-    """Part of the names of the files that this run writes, so that no file is ever written twice."""
+    """A random part of the names of the files that this run writes, so that no existing file is overwritten."""
     parts: tuple[tuple[int, int], ...]
     """The KV heads of each file of a segment."""
     states: tuple[tuple[int, int], ...] = ()
     """The key heads of each file with states."""
     required: bool = False
-    """Whether the run is for nothing if it cannot be saved."""
+    """Whether the run fails if the context cannot be saved."""
     packed: bool = False
     """Whether keys and values are packed."""
     origin: Origin = "operator"
-    """Who wants it saved, see `ContextRequest`."""
+    """Who wants the context saved, see `ContextRequest`."""
 
 
 @dataclass(frozen=True)
 class HeldHeads:
-    """The KV heads that a rank holds, counted in the model."""
+    """The heads that a rank holds, as numbers in the whole model."""
 
     first: int
+    """The first KV head."""
     stop: int
+    """The last KV head plus 1."""
     writes: bool
-    """Whether it is the first rank that holds them."""
+    """Whether this rank writes these KV heads: it is the first rank that holds them."""
     key_heads: tuple[int, int] = (0, 0)
-    """Those of linear attention, which no other rank holds: the first, and the one behind the last."""
+    """The key heads of linear attention, which no other rank holds: the first one, and the last plus 1."""
 
 
 class Saver:
-    """Writes the segments of a context, one at a time, in a thread; on rank 0 also its manifest."""
+    """Writes the segments of a context in a thread, one at a time. On rank 0 it also writes the manifest."""
 
     def __init__(
         self,
@@ -79,32 +81,34 @@ class Saver:
         later: Sequence[Segment],
     ) -> None:
         """Args:
-        kept: the segments that are there and stay.
-        later: those after them that are there, each until it is written anew: whatever happens, none is lost.
+        kept: the first segments that are saved already, and are not written again.
+        later: the saved segments after these. Each stays in the manifest until it is written again, so that none is
+            lost if the run ends early.
         """
         self._later = list(later)
         self._store, self._ranks, self._heads, self._order = store, ranks, heads, order
         self._manifest = replace(order.manifest, segments=tuple(kept))
-        self._saved = self._manifest.saved  # and what is being written
+        self._saved = self._manifest.saved  # includes the segment that is being written
         self._thread = ThreadPoolExecutor(1)
         self._writing: Future[None] | None = None
-        self._deadline = inf  # until which files of other ranks are waited for
+        self._deadline = inf  # rank 0 waits for files of other ranks until this time
         self.failure: str | None = None
+        """Why a segment could not be saved. After a failure, nothing more is saved."""
 
     @property
     def idle(self) -> bool:
-        """Whether this rank has nothing to write at the moment."""
+        """Whether this rank is not writing a segment."""
         return self._writing is None or self._writing.done()
 
     def save(self, full: FullCache) -> None:
-        """Begins to write the segments that `full` has become long enough for, once the one before is written."""
+        """Starts to write each segment that `full` completes, as soon as the segment before it is written."""
         tokens = len(self._order.token_ids)
         while self.failure is None and (first := self._saved) < min(full.length, tokens):
             stop = min(first + self._manifest.segment_tokens, tokens)
             if stop > full.length or not self._agree():
                 return
             if not full.holds_segment(first, stop):
-                self.failure = "its layers with sliding windows or states have not kept what is to be saved"
+                self.failure = "layers with sliding windows or states no longer hold the data that must be saved"
                 return
             full.blocks.drain()
             shape = self._manifest.shape
@@ -117,10 +121,11 @@ class Saver:
             self._writing = self._thread.submit(self._write, first, stop, layers, states, computed_with)
 
     def _agree(self) -> bool:
-        """Waits until the segment before is written, by all ranks, however long their disks take; whether that went
-        well. All ranks call it.
+        """Waits until all ranks have written the segment before, without a time limit. Returns whether none has failed.
+        All ranks call it.
 
-        Rank 0 waits for the others' files, so it must learn of their failures before it waits for itself.
+        The thread of rank 0 waits for the files of the others. So rank 0 must learn of their failures before it waits
+        for its own thread.
         """
         if self._ranks.rank:
             self._wait()
@@ -145,7 +150,7 @@ class Saver:
             return
         try:
             self._writing.result()
-        # RuntimeError is PyTorch's where memory ends.
+        # PyTorch raises RuntimeError if there is not enough memory.
         except (ContextError, OSError, DamagedError, LinkError, MemoryError, RuntimeError) as error:
             self.failure = self.failure or getattr(error, "strerror", None) or str(error)
         finally:
@@ -173,7 +178,7 @@ class Saver:
                 self._store.check_reserve(contents.shape.saved_bytes(segment.tokens, segment.tokens, order.packed))
             layer_by_layer = (pieces() for pieces in layers)
             write_segment(self._store.disk, order.directory / part.file, contents, token_ids, layer_by_layer)
-        layers.clear()  # they may hold copies
+        layers.clear()  # frees copies of keys and values
         if states:
             part = self._part(f"{name}.s", heads.key_heads)
             layer_by_layer = ([as_rows(numbers())] for numbers in states)
@@ -199,7 +204,12 @@ class Saver:
         return Part(f"{name}{heads[0]}-{heads[1]}.{self._order.salt}.safetensors", heads, "")
 
     def _await(self, segment: Segment, part: Part) -> Part:
-        """The part with its checksum, once the rank that writes it has done so."""
+        """Waits until another rank has written the part. Returns the part with its checksum.
+
+        Raises:
+            OSError: the deadline has passed.
+            DamagedError: the file does not hold what it must.
+        """
         path = self._order.directory / part.file
         while not path.exists():
             if time.monotonic() > self._deadline:

@@ -1,4 +1,4 @@
-"""The saved contexts of a user: a directory for each, found by name, or by the token ids that they begin with."""
+"""The saved contexts of a user: one directory each. A context is found by its name or by its first token ids."""
 
 from __future__ import annotations
 
@@ -21,23 +21,24 @@ from .manifest import FILE_NAME, LATEST, ContextError, Manifest, Origin, Segment
 from .segments.contents import SEGMENT, DamagedError, Shape, chained
 
 _LOCKS = ".locks"
-"""The directory of the locks: not in the contexts' own, which may be removed."""
+"""The directory of the locks. It is beside the directories of the contexts, because these may be removed."""
 
 _LONGEST_NAME = 240
-"""Bytes in UTF-8: file systems take up to 255, and its lock's name is longer."""
+"""Bytes in UTF-8. File systems allow 255, and the name of the lock file is longer than that of the context."""
 
 _DIFFERENT_END = 16
-"""Last tokens of a context that may differ from those of its text grown longer: words are cut into tokens together."""
+"""Maximum number of last tokens of a context that may differ after text was added: the tokenizer may cut the old end
+and the new text into other tokens."""
 
 _NAME = re.compile(r"\w[\w .+@=-]{0,99}")
 
 _MARKER = ".triforce-context"
-"""An empty file in directories that the store has made: nothing of others is removed as a whole."""
+"""An empty file that marks the directories of contexts. The store never removes other directories as a whole."""
 
 _WRITTEN = re.compile(
     r"\d+-\d+\.[hs]\d+-\d+\.\w+\.safetensors|\..+\.safetensors\.new|\.manifest\.json\.new|\.\w+\.probe"
 )
-"""Files that the store writes into a context's directory, beside the manifest and the marker."""
+"""Names of the files that the store writes into a context's directory, except the manifest and the marker."""
 
 _LEAST_RESERVE, _MOST_RESERVE = 2**30, 10 * 2**30
 """Bytes; see `ContextStore.reserve_bytes`."""
@@ -49,11 +50,13 @@ class DamagedContextError(ContextError):
 
 @dataclass(frozen=True)
 class SavedPrefix:
-    """The leading tokens of a prompt that are saved, and where."""
+    """The first tokens of a prompt that are saved, and the context that holds them."""
 
     directory: Path
+    """The directory of the context."""
     manifest: Manifest
     tokens: int
+    """How many first tokens of the prompt are saved."""
 
     @property
     def name(self) -> str:
@@ -61,28 +64,33 @@ class SavedPrefix:
 
     @property
     def segments(self) -> tuple[Segment, ...]:
-        """Those that hold the tokens; of the last one perhaps a part."""
+        """The segments that hold these tokens. Only a part of the last segment may be needed."""
         return tuple(one for one in self.manifest.segments if one.first < self.tokens)
 
 
 class ContextStore:
-    """A directory of saved contexts. It holds no state: other processes may change it at any time."""
+    """A directory of saved contexts.
+
+    The object keeps no state in memory, because other processes may change the directory at any time.
+    """
 
     def __init__(
         self, root: Path, most_bytes: int | None = None, *, segment_tokens: int = SEGMENT, disk: Disk | None = None
     ) -> None:
         """Args:
-        most_bytes: what all contexts together may take on the disk.
-        segment_tokens: of the segments of new contexts.
+        root: the directory that holds the directories of the contexts. It need not exist yet.
+        most_bytes: the quota: maximum disk space of all contexts together, in bytes; `None`: no quota.
+        segment_tokens: tokens of a segment in new contexts.
+        disk: performs the changes of files; `None`: a new `Disk`.
         """
         self.root, self.most_bytes, self.segment_tokens = root, most_bytes, segment_tokens
         self.disk = disk or Disk()
 
     def directory(self, name: str) -> Path:
-        """Where the context of this name is, or would be.
+        """The directory of the context with this name. It need not exist.
 
         Raises:
-            UsageError: a name that no context can have.
+            UsageError: no context can have this name.
         """
         if not _is_name(name):
             raise UsageError(
@@ -92,7 +100,11 @@ class ContextStore:
         return self.root / name
 
     def names(self) -> list[str]:
-        """The contexts that are there, complete or not."""
+        """The names of all contexts, complete or not, sorted.
+
+        Raises:
+            ContextError: the contexts cannot be listed.
+        """
         try:
             return sorted(one.name for one in self.root.iterdir() if _is_name(one.name) and _exists(one / FILE_NAME))
         except FileNotFoundError:
@@ -101,18 +113,20 @@ class ContextStore:
             raise ContextError(f"the contexts in {self.root} cannot be listed: {error.strerror or error}") from error
 
     def holds(self, name: str) -> bool:
-        """Whether there is a context of this name, or what is left of one.
+        """Whether there is a context with this name, or the remains of one that was not removed completely.
 
         Raises:
-            UsageError: an impossible name.
+            UsageError: no context can have this name.
         """
         directory = self.directory(name)
         return _exists(directory / FILE_NAME) or _exists(directory / _MARKER)
 
     def load(self, name: str) -> Manifest:
-        """Raises:
-        UsageError: an impossible name.
-        ContextError: there is no such context, or its manifest is damaged or too new.
+        """Reads the manifest of a context.
+
+        Raises:
+            UsageError: no context can have this name.
+            ContextError: there is no context with this name, its manifest is damaged, or a newer version wrote it.
         """
         directory = self.directory(name)
         if not _is_directory(directory):
@@ -121,10 +135,11 @@ class ContextStore:
         return Manifest.load(directory)
 
     def token_ids(self, name: str) -> list[int]:
-        """The token ids of a context, as far as it is saved.
+        """The token ids of a context, up to the last saved token.
 
         Raises:
-            ContextError: as `load`, or a segment is damaged.
+            UsageError: see `load`.
+            ContextError: see `load`; or a segment is damaged.
         """
         manifest = self.load(name)
         return [token for index in range(len(manifest.segments)) for token in self._ids(name, manifest, index)]
@@ -138,12 +153,14 @@ class ContextStore:
             raise damaged(name, segment, segment.parts[0].file, error) from error
 
     def prefix_of(self, name: str, fingerprint: str, shape: Shape, token_ids: Sequence[int]) -> SavedPrefix | None:
-        """What the context of this name shares with a prompt; `None` if that is nothing.
+        """The first tokens that a prompt has in common with the context of this name; `None` if there are none.
 
         Args: `fingerprint` and `shape` are those of the model's keys and values.
 
         Raises:
-            ContextError: as `load`; it is another model's; or what it shares cannot be told as a segment is damaged.
+            UsageError: see `load`.
+            ContextError: see `load`; or the context belongs to another model; or its shape is not that of the model; or
+                a damaged segment prevents the comparison.
         """
         manifest = self.load(name)
         if manifest.fingerprint != fingerprint:
@@ -172,12 +189,18 @@ class ContextStore:
     def saved_of(
         self, name: str, fingerprint: str, shape: Shape, token_ids: Sequence[int]
     ) -> tuple[SavedPrefix | None, int]:
-        """What is saved of a text under a name that it is to have: what the two share, and how many tokens that is.
+        """What is already saved of a text that is to be saved under this name.
 
         Args: `fingerprint` and `shape` are those of the model's keys and values.
 
+        Returns:
+            The first tokens that the text has in common with the context of this name (`None` if there are none), and
+            their number.
+
         Raises:
-            ContextError: as `prefix_of`; or another text has the name, or that cannot be told.
+            UsageError: see `load`.
+            ContextError: see `prefix_of`; or the context holds another text; or its token ids are damaged, so that they
+                cannot be compared with the text.
         """
         if not _exists(self.directory(name) / FILE_NAME):
             return None, 0
@@ -185,8 +208,8 @@ class ContextStore:
             prefix = self.prefix_of(name, fingerprint, shape, token_ids)
         except DamagedContextError as error:
             raise ContextError(
-                f"whether the context {name!r} holds this text cannot be told, as its token ids are damaged; give "
-                f"another name, or remove it with: triforce contexts rm {name}"
+                f"the token ids of the context {name!r} are damaged, so it cannot be told whether it holds this text; "
+                f"give another name, or remove it with: triforce contexts rm {name}"
             ) from error
         shared = prefix.tokens if prefix else 0
         saved = prefix.manifest.saved if prefix else self.load(name).saved
@@ -199,8 +222,16 @@ class ContextStore:
         return prefix, shared
 
     def find(self, fingerprint: str, shape: Shape, token_ids: Sequence[int], least: int) -> SavedPrefix | None:
-        """The context that shares the most leading tokens with a prompt, if it shares at least so many; of several the
-        one used last. Damaged ones and other models' are passed over."""
+        """The context that has the most first tokens in common with a prompt; `None` if none has at least `least`.
+
+        Among contexts with the same number of common tokens, the most recently used is taken. Damaged contexts and
+        those of other models are skipped.
+
+        Args: `fingerprint` and `shape` are those of the model's keys and values.
+
+        Raises:
+            ContextError: see `names`.
+        """
         found: list[tuple[int, float, SavedPrefix]] = []
         for name in self.names():
             try:
@@ -212,7 +243,11 @@ class ContextStore:
         return max(found, key=lambda one: one[:2])[2] if found else None
 
     def any_of_shape(self, shape: Shape) -> bool:
-        """Whether some context has keys and values of this shape, so that a fingerprint is worth its time."""
+        """Whether any context has keys and values of this shape. If not, the model's fingerprint need not be computed.
+
+        Raises:
+            ContextError: see `names`.
+        """
         for name in self.names():
             try:
                 if self.load(name).shape == shape:
@@ -222,7 +257,7 @@ class ContextStore:
         return False
 
     def used(self, name: str) -> float:
-        """When a context was last saved or restored, in seconds since 1970; 0 if that is not known."""
+        """The time when a context was last saved or restored, in seconds since 1970; 0 if it is unknown."""
         try:
             when = (self.directory(name) / FILE_NAME).stat().st_mtime
         except OSError:
@@ -230,12 +265,13 @@ class ContextStore:
         return when if 0 <= when < LATEST else 0.0
 
     def note_use(self, name: str) -> None:
-        """Notes that a context is used now."""
-        with suppress(OSError):  # a read-only store serves as well
+        """Records the current time as the time of last use. Does nothing if the manifest's time cannot be changed."""
+        with suppress(OSError):  # contexts in a read-only store can be used, too
             os.utime(self.directory(name) / FILE_NAME)
 
     def disk_bytes(self, names: Sequence[str] | None = None) -> int:
-        """What contexts take on the disk, all of them by default; files that several share count once."""
+        """Disk space of the named contexts in bytes; `None`: of all contexts. A file that several contexts share counts
+        once."""
         sizes: dict[tuple[int, int], int] = {}
         for name in self.names() if names is None else names:
             for path in self._files(name):
@@ -247,24 +283,28 @@ class ContextStore:
         return sum(sizes.values())
 
     def free_bytes(self) -> int:
-        """What the disk has room for."""
+        """Free disk space in bytes."""
         return disk_usage(self.root).free
 
     def reserve_bytes(self) -> int:
-        """What clients of a server leave free of the disk: 2 % of it, but at least 1 GiB and at most 10 GiB, and never
-        more than a tenth of it."""
+        """Disk space, in bytes, that contexts saved by clients of a server must leave free.
+
+        It is 2 % of the disk, but at least 1 GiB, at most 10 GiB, and never more than a tenth of the disk.
+        """
         total = disk_usage(self.root).total
         return min(max(total // 50, _LEAST_RESERVE), _MOST_RESERVE, total // 10)
 
     def check_reserve(self, needed: int) -> None:
-        """Raises:
-        ContextError: with so many bytes more the disk would have less than the reserve free.
+        """Checks that the reserve (`reserve_bytes`) stays free after `needed` more bytes are written.
+
+        Raises:
+            ContextError: less than the reserve would stay free.
         """
         free, reserve = self.free_bytes(), self.reserve_bytes()
         if needed + reserve > free:
             raise ContextError(
                 f"{gib(needed)} are needed in {self.root}, which has {gib(free)} free, and {gib(reserve)} must stay "
-                "free beside what clients save; free some: triforce contexts prune --keep SIZE"
+                "free when clients save contexts; free disk space: triforce contexts prune --keep SIZE"
             )
 
     def _files(self, name: str) -> list[Path]:
@@ -275,12 +315,14 @@ class ContextStore:
 
     @contextmanager
     def locked(self, name: str) -> Iterator[Path]:
-        """Keeps other processes from changing a context. Its directory, made if it is not there, and removed in the
-        end if it holds no context; what is not the store's own stays.
+        """Locks a context against changes by other processes, and yields its directory.
+
+        The directory is made if it does not exist. If it holds no context at the end, the store's files in it are
+        removed, and also the directory if nothing else is in it. Files of others stay.
 
         Raises:
-            UsageError: an impossible name.
-            ContextError: another process is saving it, or the place cannot be written.
+            UsageError: no context can have this name.
+            ContextError: another process is saving or removing the context, or the directory cannot be written.
         """
         directory = self.directory(name)
         try:
@@ -300,20 +342,20 @@ class ContextStore:
             raise ContextError(f"{directory} cannot be written: {error.strerror or error}") from error
 
     def _make_marked(self, directory: Path) -> bool:
-        """Makes a context's directory and marks it; whether it was not there. One that was gets the mark if it holds a
-        context."""
+        """Makes a context's directory with the marker; returns whether the directory is new. A directory that exists
+        gets the marker only if it holds a context."""
         made = not _is_directory(directory)
         self.disk.make_directory(directory)
         if made or (_exists(directory / FILE_NAME) and not _exists(directory / _MARKER)):
-            # a full disk must not keep a context from being removed
+            # A context must be removable even if the disk is full.
             with suppress(OSError):
                 (directory / _MARKER).touch()
                 (directory / _MARKER).chmod(0o600)  # whatever the umask
         return made
 
     def _clear(self, directory: Path, made: bool) -> None:
-        """Removes what the store wrote into a directory that holds no context, and the directory if it was `made` or is
-        marked and nothing else is in it. The mark goes last."""
+        """Removes the store's files from a directory that holds no context. Then removes the directory if nothing else
+        is in it, and it was `made` or has the marker. The marker is removed last."""
         with suppress(OSError):
             for path in [path for path in directory.iterdir() if _WRITTEN.fullmatch(path.name)]:
                 self.disk.remove(path)
@@ -323,8 +365,12 @@ class ContextStore:
                 directory.rmdir()
 
     def remove(self, name: str) -> None:
-        """Raises:
-        UsageError, ContextError: there is no such context, or it is in use.
+        """Removes a context.
+
+        Raises:
+            UsageError: no context can have this name.
+            ContextError: there is no context with this name, or another process is saving, removing or restoring it, or
+                its directory cannot be written.
         """
         if not self.holds(name):
             self.load(name)
@@ -333,14 +379,16 @@ class ContextStore:
                 fcntl.flock(use, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError as error:
                 raise ContextError(f"the context {name!r} is being restored by another process; wait for it") from error
-            # The manifest goes first, the rest as `locked` ends: whatever happens, no context lacks files.
+            # The manifest is removed first, the rest when `locked` ends. So no manifest ever names files that are gone.
             self.disk.remove(directory / FILE_NAME)
             self.disk.sync_directory(directory)
 
     @contextmanager
     def in_use(self, name: str) -> Iterator[None]:
-        """Keeps a context from being removed while it is restored, by any number of processes; a read-only store needs
-        no keeping."""
+        """Keeps a context from being removed while it is restored. Several processes may restore it at once.
+
+        If the store is read-only, nothing is locked, because nothing can be removed.
+        """
         with ExitStack() as stack:
             with suppress(OSError):
                 self.disk.make_directory(self.root / _LOCKS)
@@ -351,20 +399,29 @@ class ContextStore:
         return self.root / _LOCKS / f"{name}.use"
 
     def tidy(self, name: str, segments: Sequence[Segment], salt: str = "") -> None:
-        """Removes the files of a context that are not of `segments`, those that its manifest has: superseded ones, and
-        what runs that were killed left. Whoever calls it has locked the context.
+        """Removes the store's files that do not belong to `segments`: replaced files, and those that killed runs left.
 
-        Args: `salt` is in the names of files that are being written, by this rank and by others that may be ahead.
+        The caller holds the lock of the context.
+
+        Args:
+            segments: the segments in the context's manifest.
+            salt: files with this text in their names stay. This rank, or other ranks, are writing them.
         """
         named = {FILE_NAME, *(part.file for segment in segments for part in segment.files)}
         for path in self._files(name):
             if _WRITTEN.fullmatch(path.name) and path.name not in named and not (salt and f".{salt}." in path.name):
-                with suppress(OSError):  # it takes room, no more
+                with suppress(OSError):  # a file that stays only takes disk space
                     self.disk.remove(path)
 
     def prune(self, most_bytes: int, keep: Sequence[str] = ()) -> list[str]:
-        """Removes contexts, the one used longest ago first, until the others take at most so many bytes; never `keep`,
-        nor one that another process is saving. Their names."""
+        """Removes contexts until the others take at most `most_bytes` on the disk; returns the names of those removed.
+
+        The least recently used contexts are removed first. Contexts in `keep` stay, and those that another process is
+        saving or restoring.
+
+        Raises:
+            ContextError: see `names`.
+        """
         removed: list[str] = []
         self._remove_remains()
         for name in sorted(self.names(), key=self.used):
@@ -380,35 +437,35 @@ class ContextStore:
         return removed
 
     def of_operator(self) -> list[str]:
-        """The contexts that no client of a server had saved, and those whose manifest is damaged."""
+        """The names of the contexts that no client of a server saved, and of those with a damaged manifest."""
         return [name for name in self.names() if self.origin_of(name) != "client"]
 
     def origin_of(self, name: str) -> Origin | None:
-        """Who had a context saved; `None` where there is none, or its manifest is damaged."""
+        """Who had a context saved; `None` if there is no such context, or its manifest cannot be read."""
         try:
             return self.load(name).origin
         except ContextError:
             return None
 
     def claim(self, name: str) -> None:
-        """Makes a context that a client had saved the operator's. Whoever calls it has locked the context.
+        """Changes the origin of a context to `operator`. The caller holds the lock of the context.
 
         Raises:
             ContextError: see `load`.
-            OSError: it cannot be written.
+            OSError: the manifest cannot be written.
         """
         manifest = self.load(name)
         if manifest.origin != "operator":
             replace(manifest, origin="operator").write(self.disk, self.directory(name))
 
     def _remove_remains(self) -> None:
-        """Removes directories that were contexts: their manifest is gone, the rest was not removed any more. One that
-        is copied here just now lacks its manifest, too: what has changed within the hour stays."""
+        """Removes the remains of contexts: directories with the marker but without a manifest. A directory that was
+        changed within the last hour stays: it may be a context that is still being copied to this place."""
         with suppress(OSError):
             for directory in self.root.iterdir():
                 if _is_name(directory.name) and self._is_remains(directory):
                     with suppress(ContextError), self.locked(directory.name):
-                        pass  # its end removes what the store has written
+                        pass  # when `locked` ends, it removes the store's files
 
     def _is_remains(self, directory: Path) -> bool:
         try:
@@ -418,10 +475,10 @@ class ContextStore:
         return old and _exists(directory / _MARKER) and not _exists(directory / FILE_NAME)
 
     def verify(self, name: str) -> Iterator[tuple[Segment, str | None]]:
-        """Checks every checksum of a context: of each segment, what is wrong with it, if anything.
+        """Checks every checksum of a context. Yields each segment with a description of its damage, or with `None`.
 
         Raises:
-            ContextError: see `load`.
+            UsageError, ContextError: see `load`.
         """
         manifest = self.load(name)
         for index, segment in enumerate(manifest.segments):
@@ -445,7 +502,7 @@ def _is_name(name: str) -> bool:
 
 
 def _exists(path: Path) -> bool:
-    """Whether there is a file; not, where that cannot be told."""
+    """Whether there is a file; false if an error prevents the check."""
     try:
         return path.exists()
     except OSError:
@@ -460,7 +517,7 @@ def _is_directory(path: Path) -> bool:
 
 
 def damaged(name: str, segment: Segment, file: str, error: Exception) -> DamagedContextError:
-    """The message about a segment that cannot be used."""
+    """The error for a segment that cannot be used."""
     return DamagedContextError(
         f"the context {name!r} is damaged in positions {segment.first:,} to {segment.stop:,} ({file}: {error}); read "
         "the text again under this name to mend it"

@@ -1,6 +1,6 @@
-"""What a run does with saved contexts: it starts from keys and values that are saved, and saves those it computes.
+"""Restores saved keys and values at the start of a run, and saves those that the run computes.
 
-Every rank restores its own heads; what it saves is written by `saver`.
+Every rank restores its own heads. The module `saver` writes what a run saves.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from .segments.state_rows import empty_rows, from_rows
 from .store import ContextStore, SavedPrefix, damaged
 
 _READERS = max(4, min(8, os.cpu_count() or 1))
-"""Threads that read segments, check them and unpack what is packed."""
+"""Threads that read segments, check them, and unpack packed keys and values."""
 
 
 class ContextUse:
@@ -48,34 +48,37 @@ class ContextUse:
         self._synchronize = synchronize
         self._store, self._ranks, self._heads = store, ranks, heads
         self.prefix = prefix
-        """What of the prompt is saved."""
+        """The first tokens of the prompt that are saved."""
         self._order = order
         self._saver: Saver | None = None
         self._held = ExitStack()
         self.warnings: list[str] = []
-        """What could not be restored or saved, or was computed with other arithmetic; a line each."""
+        """What could not be restored or saved, or was computed with another arithmetic: one line for each."""
         self.restored = 0
-        """Tokens that were."""
+        """Number of tokens that were restored."""
 
     @property
     def name(self) -> str | None:
-        """The context that the run starts from."""
+        """The name of the context that the run started from; `None` if nothing was restored."""
         return self.prefix.name if self.prefix and self.restored else None
 
     def has_work(self, full: FullCache) -> bool:
-        """Whether `begin` restores anything, or prepares to save."""
+        """Whether `begin` has something to restore, or prepares to save."""
         return self._order is not None or (self.prefix is not None and not full.length)
 
     def begin(self, full: FullCache) -> Generator[None, None, None]:
-        """Restores what is saved into `full`, as far as it is undamaged, if `full` is empty or is to be saved under the
-        same name; and prepares to save. Every rank iterates over it; a single one can do other things on the way, while
-        threads go on with it.
+        """Restores the saved tokens into `full`, and prepares to save.
+
+        Tokens are restored up to the first damaged segment, and only if `full` is empty or is to be saved under the
+        same name. Every rank must iterate to the end. A single rank may do other work between two steps, while threads
+        continue the restoring.
 
         Raises:
-            ContextError: nothing can be saved, where that is required.
+            ContextError: nothing can be saved, although saving is required.
         """
         prefix, order = self.prefix, self._order
-        # What is saved under a name goes on from what is saved, or its segments would be of two computations.
+        # A text that is saved under the name of its beginning must continue from the saved keys and values of this
+        # beginning. Otherwise the segments of one context would come from two different computations.
         if prefix and (not full.length or (order and order.directory == prefix.directory)):
             with self._store.in_use(prefix.name):
                 self.restored = yield from self._restore(prefix, full)
@@ -85,8 +88,8 @@ class ContextUse:
             self._saver = self._start_saving(self._order)
 
     def stops(self, start: int, stop: int) -> list[int]:
-        """Where to cut a prefill of the tokens from `start` to `stop`, so that each part can be saved: at the ends of
-        segments, and behind the last token that is to be saved."""
+        """The positions at which a prefill of the tokens from `start` to `stop` must be cut, so that each part can be
+        saved: the ends of segments, the end of the text to be saved, and `stop`."""
         if not self._saver or not self._order:
             return [stop]
         last = len(self._order.token_ids)
@@ -95,7 +98,11 @@ class ContextUse:
         return sorted({*ends, *([last] if start < last else []), stop})
 
     def save(self, full: FullCache) -> None:
-        """Saves what was added to `full` up to here, if that ends a segment. Every rank calls it after each part."""
+        """Starts to write each segment that `full` completes. Every rank calls it after each part of the prefill.
+
+        Raises:
+            ContextError: the context could not be saved, although saving is required.
+        """
         if self._saver and self._order:
             self._saver.save(full)
             if self._saver.failure and self._order.required:
@@ -103,21 +110,21 @@ class ContextUse:
 
     @property
     def saves(self) -> bool:
-        """Whether something is being saved, and `finish` is still to come; on all ranks alike."""
+        """Whether something is being saved, and `finish` was not called yet. The same on all ranks."""
         return self._saver is not None
 
     @property
     def written(self) -> bool:
-        """Whether `finish` need not wait for this rank."""
+        """Whether this rank has written everything, so that `finish` need not wait for it."""
         return self._saver is None or self._saver.idle
 
     def finish(self, *, together: bool) -> None:
-        """Waits until what was saved is on the disk; of several calls the first counts.
+        """Waits until everything that was saved is on the disk. Calls after the first do nothing.
 
-        Args: `together` is whether every rank calls it now, and not this one alone because its run was broken off.
+        Args: `together` is true if all ranks call it, false if only this rank does because its run was broken off.
 
         Raises:
-            ContextError: it could not be saved, where that is required and the run was not broken off.
+            ContextError: the context could not be saved, although saving is required. Only if `together` is true.
         """
         saver, self._saver = self._saver, None
         try:
@@ -139,19 +146,21 @@ class ContextUse:
         agreed, good = prefix.tokens, -1
         while True:
             before = wanted = agreed
-            # Down to nothing at all, which leaves no damaged numbers behind.
+            # If need be down to 0 tokens, so that no damaged keys or values stay in `full`.
             while good != wanted and not (good > wanted and full.reachable(wanted) == wanted):
                 try:
                     yield from self._read(prefix, full, wanted)
                     good = wanted
                 except _Damage as damage:
                     wanted = damage.position
-                    self.warnings.append(f"{damage.error}; it is read again from position {wanted:,} on")
-            agreed = self._ranks.least([wanted], patiently=True)[0]  # disks take their time, and not the same
+                    self.warnings.append(
+                        f"{damage.error}; this run computes the text again from position {wanted:,} on"
+                    )
+            agreed = self._ranks.least([wanted], patiently=True)[0]  # disks may be slow, and not equally slow
             if agreed < wanted:
                 self.warnings.append(
                     f"the context {prefix.name!r} could not be restored by another rank (damaged there, or not the "
-                    f"same TRIFORCE_HOME); it is read again from position {agreed:,} on"
+                    f"same TRIFORCE_HOME); this run computes the text again from position {agreed:,} on"
                 )
             if agreed == before:
                 break
@@ -166,22 +175,23 @@ class ContextUse:
         return wanted
 
     def _name_arithmetic(self, name: str, saved: Collection[int | None], here: int | None) -> None:
-        """Says so where what was restored is known to be of other arithmetic than this run's."""
+        """Adds a warning if restored segments are known to come from another arithmetic than this run's."""
         others = sorted(number for number in saved if number not in (None, here))
         if here is not None and others:
             numbers = " and ".join(map(str, others))
             self.warnings.append(
                 f"the context {name!r} was saved{' in part' if len(others) < len(saved) else ''} with other arithmetic "
-                f"(number {numbers}; this run computes with {here}): answers may differ in near-ties from those of a "
-                "text that is read here"
+                f"(number {numbers}; this run computes with {here}): in near-ties, answers may differ from those after "
+                "a prefill of the text on this machine"
             )
 
     def _read(self, prefix: SavedPrefix, full: FullCache, stop: int) -> Generator[None, None, None]:
-        """Restores the first `stop` tokens; of a model with linear attention that is where a segment ends. Where
-        something is saved, which may go on from whole segments, all of these is checked.
+        """Restores the first `stop` tokens. For a model with linear attention, `stop` is the end of a segment.
+
+        If the run also saves, it may keep these segments as they are. Then all that they hold is checked.
 
         Raises:
-            _Damage: a segment is damaged; the first one that is known to be.
+            _Damage: a segment is damaged. The exception names the first one that is known to be.
         """
         held, key_heads = range(self._heads.first, self._heads.stop), range(*self._heads.key_heads)
         shape, found = prefix.manifest.shape, []
@@ -192,7 +202,7 @@ class ContextUse:
             ending = [one for one in segments if saves or one.stop == stop]
             of_states = list(_opened(opened, prefix, ending, lambda segment: segment.states, key_heads))
 
-            @torch.inference_mode()  # which is a thread's own
+            @torch.inference_mode()  # the mode is set for each thread separately
             def read(layer: int, start: int, pieces: list[Tensor], head: int) -> None:
                 halves = [SegmentRows.of(pieces, half, head - held.start, shape.row_bytes) for half in (0, 1)]
                 for one in files:
@@ -210,7 +220,8 @@ class ContextUse:
                         found.append(one.damage(prefix, error))
                         break
 
-            # What is packed, or goes to a GPU or a disk, is staged: a layer at a time, whose heads are read at once.
+            # If the cache is packed, or its blocks go to a GPU or a disk, the data pass through staging. Then one layer
+            # is restored at a time, and its heads are read in parallel. Otherwise layers are restored in parallel.
             blocks = full.blocks
             by_layer = blocks.device.type == "cpu" and not blocks.placement.packed and not blocks.footprint.disk
             layers_at_once = _READERS if by_layer else 1
@@ -245,23 +256,30 @@ class ContextUse:
 
                 tasks = [partial(restore, layer) for layer in range(shape.num_layers)]
                 if shape.states and stop:
-                    assert any(one.segment.stop == stop for one in of_states), "states are behind whole segments"
+                    assert any(one.segment.stop == stop for one in of_states), "states are saved at ends of segments"
                     tasks += [partial(restore_state, layer) for layer in range(shape.states.num_layers)]
                 try:
                     for done in [of_layers.submit(task) for task in tasks]:
                         if self._ranks.size == 1:
-                            yield  # of several, one may have to read again what another has not
+                            yield  # not with several ranks: one may have to repeat a read that the others need not
                         done.result()
                 finally:
-                    of_layers.shutdown(cancel_futures=True)  # nobody may wait for them any more
+                    of_layers.shutdown(cancel_futures=True)  # if this generator was closed, nothing needs the results
         if found:
             raise min(found, key=lambda damage: damage.position)
         if full.states:
             full.states.restored(stop)
 
     def _start_saving(self, order: SaveOrder) -> Saver | None:
-        """Prepares the directory. Segments that this run starts from are kept or shared; what else was saved under the
-        name is superseded."""
+        """Prepares the directory of the context. Segments that this run starts from are kept or shared. Other segments
+        under the name are replaced.
+
+        Returns:
+            The saver; `None`, with a warning, if nothing can be saved and saving is not required.
+
+        Raises:
+            ContextError: nothing can be saved, although saving is required.
+        """
         failure = ""
         kept: list[Segment] = []
         later: list[Segment] = []
@@ -275,27 +293,28 @@ class ContextUse:
                 (order.directory / f".{order.salt}.probe").touch(0o600)
             except (ContextError, OSError) as error:
                 failure = str(error)
-        failure = self._ranks.share(failure, patiently=True)  # it may have removed contexts
+        failure = self._ranks.share(failure, patiently=True)  # patiently: rank 0 may have removed contexts
         probe = order.directory / f".{order.salt}.probe"
         if not failure and not self._ranks.least([probe.exists()], patiently=True)[0]:
             failure = f"{self._store.root} is not the same directory on all machines; TRIFORCE_HOME must be shared"
         if self._ranks.rank == 0:
-            with suppress(OSError):  # where there is no directory, there is no probe
+            with suppress(OSError):  # without a directory there is no probe
                 probe.unlink()
         if failure and order.required:
             raise ContextError(failure)
         if failure:
-            self._held.close()  # or others could not save under the name until this answer ends
+            self._held.close()  # otherwise no other process could save under the name until this answer ends
             self.warnings.append(f"nothing is saved: {failure}")
             return None
         kept, later = self._ranks.share((kept, later), patiently=True)
         return Saver(self._store, self._ranks, self._heads, order, kept, later)
 
     def _own_segments(self, order: SaveOrder) -> list[Segment]:
-        """The segments of this text that are saved under its name; removes what runs that were killed have left.
+        """The segments of this text that are saved under its name. Also removes files that killed runs left.
 
         Raises:
-            ContextError: another process has saved more under the name since this run was prepared, or another text.
+            ContextError: the name belongs to another text, or another process saved more under the name after this run
+                was planned.
         """
         name = order.directory.name
         manifest = order.manifest
@@ -310,11 +329,11 @@ class ContextUse:
         return [segment for segment in present if segment.stop <= shared]
 
     def _make_room(self, order: SaveOrder) -> None:
-        """Removes contexts that were used longest ago, where the quota asks for it; none, where that would not do, and
-        none of the operator's for a client.
+        """Removes the least recently used contexts if the quota requires it. Removes none if that would not be enough.
+        For a client, only contexts that clients saved are removed.
 
         Raises:
-            ContextError: there is no room for what is to be saved.
+            ContextError: there is not enough disk space, or the quota would be exceeded.
         """
         store, manifest = self._store, order.manifest
         new = manifest.bytes_to_write(len(order.token_ids), self.restored, order.packed)
@@ -323,8 +342,8 @@ class ContextUse:
             keep.append(self.prefix.name)
         if new > store.free_bytes():
             raise ContextError(
-                f"{gib(new)} are needed in {store.root}, which has {gib(store.free_bytes())} free; free some (triforce "
-                "contexts prune --keep SIZE), or set TRIFORCE_HOME to a directory on another disk"
+                f"{gib(new)} are needed in {store.root}, which has {gib(store.free_bytes())} free; free disk space "
+                "(triforce contexts prune --keep SIZE), or set TRIFORCE_HOME to a directory on another disk"
             )
         by_client = order.origin == "client"
         if by_client:
@@ -340,12 +359,15 @@ class ContextUse:
                     )
                 raise ContextError(f"with {gib(new)} more the contexts in use would exceed the quota of {quota}")
             removed = store.prune(store.most_bytes - new, keep)
-            self.warnings += [f"removed the context {name}, used longest ago, to keep the quota" for name in removed]
+            self.warnings += [
+                f"removed the context {name}, the least recently used, to keep the quota" for name in removed
+            ]
 
     def _kept_segments(self, order: SaveOrder, own: Sequence[Segment]) -> list[Segment]:
-        """The leading segments that hold what was restored, each there under the context's directory.
+        """The first segments of the restored tokens that need not be written. Their files are in the context's
+        directory, or are linked there from another context.
 
-        Args: `own` are those that are there already.
+        Args: `own` are the segments that are in the directory already.
         """
         prefix, disk = self.prefix, self._store.disk
         kept: list[Segment] = []
@@ -365,7 +387,7 @@ class ContextUse:
                     disk.remove(order.directory / part.file)
                     disk.link(prefix.directory / part.file, order.directory / part.file)
                 disk.sync_directory(order.directory)
-            except OSError:  # that context was removed by now, or the file system has no links: all is written anew
+            except OSError:  # the other context was removed, or there are no hard links here: all is written anew
                 kept = []
         if new:
             replace(order.manifest, segments=tuple(kept)).write(disk, order.directory)
@@ -382,7 +404,7 @@ class _Damage(Exception):
 
 @dataclass(frozen=True)
 class _OpenFile:
-    """A segment's file, open, of which a rank holds some heads."""
+    """An open file of a segment, and those of its heads that this rank holds."""
 
     segment: Segment
     file: SegmentFile
@@ -400,10 +422,10 @@ def _opened(
     parts_of: Callable[[Segment], Sequence[Part]],
     held: range,
 ) -> Iterator[_OpenFile]:
-    """Opens the files of some segments that have heads which a rank holds.
+    """Opens those files of the segments that have heads in `held`, the heads of this rank.
 
     Raises:
-        _Damage: one is damaged, or not there.
+        _Damage: a file is damaged or missing.
     """
     manifest = prefix.manifest
     for segment in segments:
@@ -415,7 +437,7 @@ def _opened(
             try:
                 file = opened.enter_context(manifest.open(prefix.directory, segment, part))
                 if part in segment.parts:
-                    file.token_ids(before)  # nobody else may look at them, and they must be found damaged
+                    file.token_ids(before)  # checks the token ids: nothing else may read them in this run
             except DamagedError as error:
                 said: ContextError = damaged(prefix.name, segment, part.file, error)
                 if not (prefix.directory / FILE_NAME).exists():
@@ -425,4 +447,4 @@ def _opened(
 
 
 def _not_saved(order: SaveOrder, failure: str) -> str:
-    return f"the context {order.directory.name} could not be saved whole: {failure}"
+    return f"the context {order.directory.name} could not be saved completely: {failure}"

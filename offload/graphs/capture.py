@@ -1,4 +1,4 @@
-"""What captures passes: CUDA's graphs on a GPU, lists of operations on a CPU."""
+"""The interface for capturing passes: as CUDA graphs on a GPU, as lists of operations on a CPU."""
 
 from __future__ import annotations
 
@@ -14,69 +14,72 @@ from .cpu import CpuCapture
 
 
 class Capture(Protocol):
-    """Turns a function that starts kernels into one that starts them again, at once."""
+    """Records a function that starts kernels, so that all its kernels can be started again in one call."""
 
     runs: bool
     """Whether capturing a function also runs it."""
     joins: bool
-    """Whether passes over several sequences are captured whole: those with fewer tokens get further ones, which cost
-    next to nothing on a GPU."""
+    """Whether passes over several sequences are captured as a whole. Sequences with fewer tokens than others then get
+    additional tokens, which cost almost nothing on a GPU."""
     passes_before: int
-    """Passes over so many tokens that run before one of them is captured: the first may compile, and few are not worth
-    a capture."""
+    """Passes with the same number of tokens that run before such a pass is captured. The first may compile kernels, and
+    for a few passes a capture is not worth its time."""
     most_tokens: int
-    """Tokens of a pass that is captured at most: longer ones are rare, and starting their kernels takes a smaller
-    share."""
+    """Maximum number of tokens (of one sequence) in a captured pass. Longer passes are rare, and starting their kernels
+    takes a smaller share of the time."""
     pieces_rows: int
-    """Tokens of a pass at most of which all but its attention is captured, in pieces."""
+    """Maximum number of tokens in a pass that is captured in pieces, without its attention."""
     pieces_tokens: int
-    """Tokens of one sequence at most in such a pass."""
+    """Maximum number of tokens of one sequence in a pass that is captured in pieces."""
 
     def takes(self, decoder: Decoder) -> bool:
-        """Whether passes of `decoder`, with the kernels that are selected, can be captured."""
+        """Whether passes of `decoder` can be captured with the selected kernels."""
         ...
 
     def pool(self) -> Any:
-        """New room that captured functions share for what they compute on the way."""
+        """A new memory pool, which captured functions share for intermediate results."""
         ...
 
     def warm_up(self, run: Callable[[], Tensor]) -> Tensor:
-        """Runs a function as it will be captured, which compiles and loads what it needs; its result."""
+        """Runs a function in the way in which it will be captured, so that everything is compiled and loaded. Returns
+        its result."""
         ...
 
     def capture(
         self, run: Callable[[Callable[[], None]], Tensor], pool: Any
     ) -> tuple[list[Callable[[], None]], Tensor]:
-        """Captures a function without relying on what it computes meanwhile.
+        """Captures a function. What it computes during the capture is not used.
 
-        Args: `run` may call what it is given, to end a piece and begin the next.
+        Args:
+            run: the function. Its argument is a function that ends a piece and begins the next one.
+            pool: a memory pool, see `pool`.
 
         Returns:
-            What replays each piece, and the tensor that holds the result after each replay of all, until the next one
-            of this pool.
+            Functions that each replay a piece; and the tensor that holds the result after all pieces were replayed,
+            until the next replay with this pool.
 
         Raises:
-            RuntimeError: it does something that cannot be captured, such as waiting for the device.
+            RuntimeError: the function does something that cannot be captured, such as waiting for the device.
         """
         ...
 
     def clear(self) -> None:
-        """Frees what all captures so far have left on the device, whoever holds what replays them; none is replayed any
-        more."""
+        """Frees the memory of all captures so far on the device, even of those that are still referenced. None of them
+        can be replayed afterwards."""
         ...
 
 
 def capture_for(device: torch.device, ranks: Ranks = ALONE) -> Capture | None:
-    """What captures passes on `device`; `None` where they run as they come."""
+    """The object that captures passes on `device`; `None` if passes are not captured there."""
     if device.type == "cuda":
-        from .cuda import CudaCapture  # only where it is used: a CPU has no streams to capture
+        from .cuda import CudaCapture  # only for a GPU: a CPU has no streams to capture
 
         return CudaCapture(device)
-    return CpuCapture() if ranks.size == 1 else None  # Gloo's sums are not captured
+    return CpuCapture() if ranks.size == 1 else None  # Gloo's sums cannot be captured
 
 
 def first_reason(error: BaseException) -> str:
-    """The first line of what went wrong first: a capture that is broken fails again when it ends."""
+    """The first line of the first error. A broken capture fails again when it ends, so `error` may be a later one."""
     while error.__context__ is not None:
         error = error.__context__
     return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -1,7 +1,8 @@
-"""Capturing passes on a CPU: the list of a pass's operations, repeated on the same memory. See `capture.Capture`.
+"""Captures passes on a CPU, as a list of operations that are repeated on the same memory. See `capture.Capture`.
 
-A pass of a small model over a few tokens is some hundred short operations, and Python takes about as long to find out
-what they are, and where their results go, as the processor takes to compute them. A captured pass knows.
+A pass of a small model over a few tokens has about a hundred short operations. Python takes about as long to determine
+these operations, and the memory for their results, as the processor takes to compute them. A captured pass saves this
+time.
 """
 
 from __future__ import annotations
@@ -25,35 +26,36 @@ from ...tp.decoder import Decoder
 from ..held import Held
 
 _READS_NUMBERS = {"_local_scalar_dense", "equal", "is_nonzero", "item", "masked_select", "nonzero"}
-"""Operations whose result, or its size, the host reads from numbers that another pass would have others of."""
+"""Operations whose result, or the size of whose result, depends on values that the host reads. These values can differ
+in another pass."""
 
 _COPIES = {"clone", "contiguous", "reshape", "to", "_to_copy"}
-"""Operations that give their first argument's numbers in the same order, in another shape or dtype."""
+"""Operations whose result has the values of the first argument in the same order, in another shape or dtype."""
 _ZEROS = {"zeros", "zeros_like", "new_zeros"}
 _NOTHING = {"empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided"}
-"""Operations that only give memory."""
+"""Operations that only allocate memory."""
 
 
 class CpuCapture:
-    """Captures what PyTorch and the compiled kernels are asked for. Capturing runs the pass, too.
+    """Captures the calls of PyTorch's operations and of the compiled kernels. Capturing a pass also runs it.
 
-    Several sequences' passes over what is not a full cache take longer than Python takes to call their operations, and
-    there are too many combinations of them.
+    Joint passes of several sequences over caches other than full caches are not captured: they take longer than Python
+    takes to call their operations, and there are too many combinations of sequences.
     """
 
     runs = True
     joins = False
     passes_before = 2
     most_tokens = 10
-    pieces_rows = 8  # of more the host's share is small
-    pieces_tokens = 1  # with several, as verifications are, a pass takes as long as it comes
+    pieces_rows = 8  # with more rows, Python's share of the time is small
+    pieces_tokens = 1  # a pass with more tokens of a sequence, such as a verification, does not become faster
 
     def __init__(self) -> None:
         self._tapes: weakref.WeakSet[_Tape] = weakref.WeakSet()
 
     def takes(self, decoder: Decoder) -> bool:
-        # Others' passes take hardly less time when they are replayed, and need memory that grows with the cache; or, of
-        # quantised weights in float32, memory for all their numbers.
+        # Without compiled kernels, passes hardly become faster, and need memory that grows with the cache. Quantised
+        # weights in float32 would need memory for all their values.
         compiled = steps_are_compiled(decoder.device, decoder.dtype, decoder.config.head_dim)
         expands = decoder.config.quantisation is not None and not steps_make_numbers(decoder.device, decoder.dtype)
         return compiled and not expands and not decoder.waits_in_steps
@@ -88,30 +90,31 @@ class CpuCapture:
             tape.clear()
 
     def held(self) -> Held:
-        """See `offload.held`: what captured passes compute in, but for results, which whoever replays them has."""
+        """See `offload.held`: the memory in which captured passes compute, without their results. Those who replay the
+        passes hold the results."""
         for room in {tape.room for tape in self._tapes}:
             yield from room.held() if room else ()
 
 
 class _Room:
-    """Memory that a captured pass computes in. A pass is repeated in the order it was captured in, so what a result
-    had is the next one's as soon as nobody has the result any more: layer after layer uses the same."""
+    """The memory in which a captured pass computes. A replay has the same order of operations as the capture. So the
+    memory of a result can be used again as soon as nothing refers to the result: all layers use the same memory."""
 
     def __init__(self) -> None:
         self._blocks: dict[int, Tensor] = {}  # by address
         self.result: int | None = None
-        """The address of what the pass brings."""
-        self._spare: set[int] = set()  # addresses of those that nobody has
+        """The address of the pass's result."""
+        self._spare: set[int] = set()  # addresses of blocks that are free
 
     def __contains__(self, x: Tensor) -> bool:
         return x.untyped_storage().data_ptr() in self._blocks
 
     def like(self, made: Tensor) -> Tensor:
-        """Memory for a result like this one, as long as somebody has it."""
+        """A tensor with the shape and dtype of `made`. Its memory becomes free when nothing refers to the tensor."""
         size = -(-made.untyped_storage().nbytes() // 64) * 64
         if not size:
             return made
-        # A much larger block would be held up by a small result that lasts.
+        # A small result that lasts must not occupy a much larger block.
         fitting = (at for at in self._spare if size <= self._blocks[at].nbytes <= 2 * size)
         at = min(fitting, key=lambda at: self._blocks[at].nbytes, default=None)
         if at is None:
@@ -119,12 +122,14 @@ class _Room:
             at = block.data_ptr()
             self._blocks[at] = block
         self._spare.discard(at)
-        taken = self._blocks[at].numpy()  # an array of its own, which the tensor keeps
+        taken = self._blocks[at].numpy()  # a new array, which lives as long as the tensor
         weakref.finalize(taken, self._spare.add, at).atexit = False
         return _as(made, taken)
 
     def noted(self, x: Any) -> Any:
-        """An argument as an operation that is repeated keeps it: without counting as somebody who has its memory."""
+        """An argument in the form in which a recorded operation keeps it: it does not count as a reference to its
+        memory.
+        """
         if isinstance(x, (list, tuple)):
             return type(x)(map(self.noted, x))
         if not (isinstance(x, Tensor) and x in self):
@@ -141,25 +146,25 @@ class _Room:
 
 
 def _as(x: Tensor, memory: NDArray[np.uint8]) -> Tensor:
-    """A tensor in this memory as `x` is in its own."""
+    """A tensor in `memory` with the dtype, shape, strides and offset of `x`."""
     return torch.from_numpy(memory).view(x.dtype).as_strided(x.shape, x.stride(), x.storage_offset())
 
 
 class _Tape(TorchDispatchMode):
-    """Notes operations while it is entered."""
+    """Records operations while its context is active."""
 
     def __init__(self, room: _Room) -> None:
         super().__init__()
         self.room: _Room | None = room
-        """What it computes in, until it is cleared."""
+        """The memory in which the recorded operations compute; `None` after `clear`."""
         self._calls: list[Callable[[], Any]] = []
-        self._kept: list[Any] = []  # memory of others that compiled kernels are given the addresses of
+        self._kept: list[Any] = []  # tensors in other memory whose addresses compiled kernels get
         self._in_use = threading.Lock()
         self.note = self._calls.append
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # or else the first operation would import PyTorch's compiler, which takes more than a second
+        return False  # otherwise the first operation would import PyTorch's compiler, which takes more than a second
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs, room = kwargs or {}, self.room
@@ -184,8 +189,13 @@ class _Tape(TorchDispatchMode):
         return result
 
     def replay(self) -> None:
-        """Runs all operations again. Needs inference mode."""
-        torch.get_num_threads()  # sets OpenMP's number, in a thread that has not computed anything yet
+        """Runs all operations again. Only in inference mode.
+
+        Raises:
+            RuntimeError: the captured pass was cleared.
+            MemoryError: a compiled kernel has no memory for temporary results.
+        """
+        torch.get_num_threads()  # sets OpenMP's number of threads, if this thread has not computed anything yet
         with self._in_use:
             if self.room is None:
                 raise RuntimeError("a captured pass was dropped")
@@ -214,7 +224,7 @@ def _is_view(result: Any, args: tuple) -> bool:
 
 
 def _again(func: Any, name: str, args: tuple, kwargs: dict, result: Tensor) -> Callable[[], Any]:
-    """What computes `result` anew, in its place."""
+    """A function that computes `result` again, in the same memory."""
     if name in _ZEROS:
         return result.zero_
     if name in _COPIES:
@@ -227,7 +237,7 @@ def _again(func: Any, name: str, args: tuple, kwargs: dict, result: Tensor) -> C
 
 @functools.cache
 def _into(func: Any) -> Any | None:
-    """The variant of an operation that is given the tensor for its result."""
+    """The variant of an operation that takes the tensor for its result as an argument; `None` if there is none."""
     taken = [(argument.name, str(argument.type)) for argument in func._schema.arguments]
     for overload in func.overloadpacket.overloads():
         other = getattr(func.overloadpacket, overload)

@@ -1,8 +1,8 @@
-"""Capturing passes as CUDA graphs. See `capture.Capture` for the interface.
+"""Captures passes as CUDA graphs. See `capture.Capture` for the interface.
 
-On several ranks NCCL's collectives are captured with everything else. What that asks for: every rank captures and
-replays the same passes (`graphs.Graphs.agree`); its communicator exists before (a prefill has used it); and capturing
-minds its own thread only, as PyTorch's watchdog of NCCL asks for events in another.
+With several ranks, NCCL's collectives are captured, too. This has three requirements. Every rank captures and replays
+the same passes (`passes.Graphs.agree`). The communicator exists before (a prefill has used it). And the capture is
+limited to its own thread, because PyTorch's watchdog for NCCL queries events in another thread.
 """
 
 from __future__ import annotations
@@ -19,10 +19,12 @@ from ...tp.decoder import Decoder
 
 
 class CudaCapture:
-    """Captures on a stream of its own, on which functions are warmed up too: cuBLAS has a workspace for each stream."""
+    """Captures on its own stream. Functions are warmed up on it, too, because cuBLAS has a workspace for each
+    stream."""
 
     _broken: ClassVar[list[torch.cuda.CUDAGraph]] = []
-    """Kept, as PyTorch's allocators may still ask them which streams were captured; without a graph after `clear`."""
+    """The objects of broken captures. They are kept, because PyTorch's allocators may still ask them which streams were
+    captured. After `clear` they have no graph."""
 
     runs = False
     joins = True
@@ -64,13 +66,13 @@ class CudaCapture:
             begin()
 
         torch.cuda.synchronize(self._device)
-        torch.cuda.empty_cache()  # what is cached cannot be given back while a graph is captured
+        torch.cuda.empty_cache()  # cached memory cannot be freed during a capture
         try:
             with torch.cuda.stream(self._stream):
                 begin()
                 try:
                     result = run(cut)
-                finally:  # also of one that broke, whose end fails: without it the stream would be capturing still
+                finally:  # even after an error, when this fails, too: or the stream would stay in capture mode
                     graphs[-1].capture_end()
         except BaseException:
             self._give_up(graphs[-1], pool)
@@ -79,21 +81,21 @@ class CudaCapture:
         return [graph.replay for graph in graphs], result
 
     def clear(self) -> None:
-        with suppress(RuntimeError):  # an error of the device belongs to the run, which has seen it
-            torch.cuda.synchronize(self._device)  # a replay may be under way
+        with suppress(RuntimeError):  # the run has already seen errors of the device
+            torch.cuda.synchronize(self._device)  # a replay may be in progress
         for graph in (*self._graphs, *self._broken):
-            with suppress(RuntimeError):  # of one whose memory was given back when it broke
+            with suppress(RuntimeError):  # the memory of a broken capture was freed when it broke
                 graph.reset()
 
     def _give_up(self, graph: torch.cuda.CUDAGraph, pool: Any) -> None:
-        """Ends what a capture that CUDA broke off leaves open in PyTorch's allocator, which would not free any memory
-        that two streams have used, nor empty its cache, as long as it takes a capture to be under way."""
+        """Cleans up PyTorch's allocator after CUDA broke off a capture. As long as the allocator assumes a capture in
+        progress, it does not free memory that two streams have used, and does not empty its cache."""
         self._broken.append(graph)
         with suppress(
             RuntimeError, AttributeError
-        ):  # PyTorch 2.11 would take the generator to be captured from here on
+        ):  # without this, PyTorch 2.11 would assume from now on that the generator is being captured
             generator = torch.cuda.default_generators[self._stream.device_index]
             generator.graphsafe_set_state(generator.clone_state())
-        with suppress(RuntimeError):  # the capture ended in order, and something else failed
+        with suppress(RuntimeError):  # raised if the capture ended normally, and something else failed
             torch._C._cuda_endAllocateToPool(self._stream.device_index, pool)
             torch._C._cuda_releasePool(self._stream.device_index, pool)

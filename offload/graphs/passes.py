@@ -1,16 +1,17 @@
-"""A tier's passes, captured once and replayed where that can be done.
+"""The passes of a tier. Where possible, a pass is captured once and then replayed.
 
-A pass over a few tokens is some hundred small kernels, and a host takes longer to start them one by one than a GPU to
-run them; captured as a CUDA graph they start as one. A graph repeats the same kernels on the same addresses, so there
-is one for each number of tokens, and what changes from pass to pass (the tokens, their rotation, their slots) is copied
-into tensors of fixed places first. Where passes cannot be captured they run as they come, with the same result.
+A pass over a few tokens has about a hundred small kernels. A host takes longer to start them one by one than a GPU
+takes to run them. If they are captured as a CUDA graph, one call starts all of them. A graph repeats the same kernels
+on the same addresses. So there is one graph for each number of tokens, and what changes from pass to pass (the tokens,
+their rotation, their slots) is first copied to tensors at fixed addresses. Passes that cannot be captured run normally,
+with the same result.
 
-Passes of drafting tiers are captured whole. Where a full cache's keys are, and how many, changes from pass to pass; all
-else of a pass over it is the same for every cache, and is captured in pieces: the first one ends where layer 0 attends,
-each further one goes from there to where the next layer does, the last one to the logits. So less than half as many
-kernels are started one by one, and a CPU spends less of the time between two attentions on finding out what to call.
+Passes of drafting tiers are captured as a whole. In a pass over a full cache, the places and the number of keys change
+from pass to pass. Everything else is the same for every cache, and is captured in pieces. The first piece ends at the
+attention of layer 0. Each further piece goes from there to the attention of the next layer, the last one to the logits.
+So fewer than half as many kernels are started one by one, and a CPU loses less time between two attentions.
 
-What captures is behind a protocol (`capture`).
+The protocol `capture.Capture` hides how passes are captured.
 """
 
 from __future__ import annotations
@@ -42,47 +43,50 @@ from .capture import Capture, first_reason
 from .cpu import CpuCapture
 
 MOST_PIECES_SIZES = 16
-"""Numbers of tokens whose passes are captured in pieces, at most: each takes CUDA some memory."""
+"""Maximum number of kinds of passes (by number of tokens and of logits, and by padding) that are captured in pieces.
+CUDA takes some memory for each."""
 
 JOINED = 2
-"""Times the sequences that run: members, in all, of the sets of sequences whose passes together are captured. One set
-is all that run; others are what is left of them where some have drafted what they were asked for."""
+"""Joint passes are captured for sets of sequences. This factor, times the number of running sequences, is the maximum
+number of members in all sets together. One set has all running sequences. The others have those that still draft when
+some have drafted as many tokens as they were asked for."""
 
 
 @runtime_checkable
 class Replayable(Cache, Protocol):
-    """A cache in which passes over as many tokens are alike, but for where these stand."""
+    """A cache in which passes with the same number of tokens differ only in the places of these tokens."""
 
     at: TokenSlots | None
-    """Where the tokens of the pass under way stand, if that is to be read on the device."""
+    """The places of the current pass's tokens in tensors, if the pass reads them on the device; otherwise `None`."""
 
     @property
     def memory(self) -> object:
-        """The same object as long as passes use the same memory."""
+        """An object that stays the same as long as passes use the same memory."""
         ...
 
     def before_growth(self, drop: Callable[[], None]) -> None:
-        """Has `drop`, a method, called once, before memory that passes use is replaced: what was captured may hold
-        it."""
+        """Registers `drop`, a method. It is called once before memory that passes use is replaced, because captured
+        passes may hold this memory."""
         ...
 
     def token_slots(self, n: int) -> TokenSlots | None:
-        """Where the next `n` tokens will stand, in numbers; `None` where a pass over them is not like others. Comes
-        after `prepare`."""
+        """The places of the next `n` tokens, as numbers; `None` if a pass over them differs from other passes. To be
+        called after `prepare`."""
         ...
 
     def advance(self, length: int) -> None:
-        """Says that a pass over the tokens up to `length` was replayed, or that one beyond it did not take place."""
+        """Sets the length, after a pass up to `length` was replayed, or after a longer pass did not take place."""
         ...
 
 
 class Graphs:
-    """Whether a run captures passes, and if not, why."""
+    """The captures of a run: whether it captures passes, and if not, why."""
 
     def __init__(self, capture: Capture | None = None, ranks: Ranks = ALONE) -> None:
         """Args:
-        capture: `None` runs all passes as they come.
-        ranks: all of them replay a pass, or none does: a collective in a graph must be in every rank's.
+        capture: the object that captures passes; `None`: no passes are captured.
+        ranks: the ranks of the run. All of them replay a pass, or none: a collective in one rank's graph must be in the
+            graphs of all ranks.
         """
         self._capture, self._ranks = capture, ranks
         self._passes: weakref.WeakSet[_Captures | Pieces] = weakref.WeakSet()
@@ -90,64 +94,68 @@ class Graphs:
         if capture is not None and ranks.size > 1:
             ranks.before_leaving(self.clear)
         self.failure: str | None = None
-        """Why capturing was given up, in a line."""
+        """The reason in one line, if capturing was given up; otherwise `None`."""
 
     @property
     def warnings(self) -> list[str]:
-        """What runs without captured passes, and why."""
+        """A warning for each kind of passes that could not be captured, with the reason."""
         found = []
         if self.failure is not None:
-            found.append(f"drafting goes without captured passes, and slower: {self.failure}")
+            found.append(f"drafting runs without captured passes, and is slower: {self.failure}")
         for pieces in self._pieces.values():
             if pieces.failure is not None:
-                found.append(f"verifications go without captured passes, and slower: {pieces.failure}")
+                found.append(f"verifications run without captured passes, and are slower: {pieces.failure}")
         return found
 
     @property
     def capture(self) -> Capture | None:
-        """What captures passes, as long as that works."""
+        """The object that captures passes; `None` after capturing failed."""
         return None if self.failure else self._capture
 
     def pieces_of(self, decoder: Decoder) -> Pieces:
-        """What captures the passes of `decoder` over full caches."""
+        """The captured pieces of the passes of `decoder` over full caches."""
         if decoder not in self._pieces:
             self._pieces[decoder] = Pieces(decoder)
             self.register(self._pieces[decoder])
         return self._pieces[decoder]
 
     def held(self) -> Held:
-        """See `offload.held`: what pieces of passes have, whichever sequences run, and what those that a CPU captured
-        compute in."""
+        """See `offload.held`: the memory of pieces, which does not depend on the sequences, and on a CPU the memory in
+        which captured passes compute."""
         for pieces in self._pieces.values():
             yield from pieces.held()
         if isinstance(self._capture, CpuCapture):
             yield from self._capture.held()
 
     def register(self, passes: _Captures | Pieces) -> None:
-        """Says that `passes` will hold captured ones."""
+        """Registers `passes`, which will hold captured passes, for `drop` and `clear`."""
         self._passes.add(passes)
 
     def clear(self) -> None:
-        """Frees all captured passes, whoever holds the run they belong to; from here on passes run as they come.
+        """Frees all captured passes, even those of runs that are still referenced. Later passes are not captured.
 
-        It must come before the ranks part: NCCL's communicator ends when all graphs with its collectives are gone.
+        It must be called before the ranks end: NCCL's communicator can only end when all graphs with its collectives
+        are gone.
         """
         if self._capture:
-            self._capture.clear()  # waits for a replay that is under way
+            self._capture.clear()  # waits for a replay in progress
         self._capture = None
         self.drop()
 
     def drop(self) -> None:
-        """Drops all captured passes, whose memory is not needed any more."""
+        """Drops all captured passes, so that their memory becomes free."""
         for passes in self._passes:
             passes.clear()
 
     def replayed(self, device: torch.device) -> None:
-        """Is told that a captured pass was just given to `device`: its collectives are nowhere else seen."""
+        """Records that a captured pass was given to `device`. Its collectives are not noticed otherwise."""
         self._ranks.note_replay(device)
 
     def agree(self, failure: str | None) -> bool:
-        """Whether every rank has captured a pass; each says why it has not. If not, no other will be."""
+        """Whether all ranks have captured a pass. If not, no more passes are captured. All ranks call it.
+
+        Args: `failure` is the reason why this rank could not capture the pass; `None` if it could.
+        """
         failed = torch.tensor([0.0 if failure is None else 1.0])
         if self._ranks.sum(failed, "all_reduce_graphs").item() == 0:
             return True
@@ -156,11 +164,14 @@ class Graphs:
 
 
 class Passes:
-    """The forwards of one tier over one sequence."""
+    """The passes of one tier over one sequence."""
 
     def __init__(self, decoder: Decoder, cache: Cache, graphs: Graphs | None = None, *, padded: bool = False) -> None:
         """Args:
-        graphs: captures passes over few tokens: whole, if `cache` lets them be replayed; of a full cache, in pieces.
+        decoder: the model of the tier.
+        cache: the cache of the sequence.
+        graphs: captures passes over few tokens: as a whole if `cache` is `Replayable`, in pieces for a full cache;
+            `None`: no passes are captured.
         padded: whether rows are padded, see `kernels.selection.padded_rows`.
         """
         self.padded = padded
@@ -169,16 +180,17 @@ class Passes:
         self._captures = _Captures(decoder, [cache], self.graphs)
 
     def held(self) -> Held:
-        """See `offload.held`: what was captured of this sequence alone, without the cache."""
+        """See `offload.held`: the memory of captured passes of this sequence alone, without the cache."""
         return self._captures.held()
 
     def was_steady(self) -> bool:
-        """Whether passes since the last call did nothing more than a pass: a GPU's first compiles kernels, and some
-        capture, or are not captured yet."""
+        """Whether all passes after the last call of this method took only the normal time. A GPU's first pass also
+        compiles kernels, a capture takes more time, and so do passes before a capture."""
         return self._captures.was_steady()
 
     def drop(self) -> None:
-        """Drops what was captured of this sequence alone: its cache's memory may be replaced before it is again."""
+        """Drops the captured passes of this sequence alone, because its cache's memory may be replaced before they are
+        used again."""
         self._captures.clear()
 
     @torch.inference_mode()
@@ -186,8 +198,8 @@ class Passes:
         """`Decoder.forward` with the tier's cache.
 
         Returns:
-            Logits `[num_logits, vocab_size]`, float32; they hold until the next pass of this tier, whatever its
-            sequence.
+            The logits of the last `num_logits` tokens, `[num_logits, vocab_size]`, float32. They are valid until the
+            next pass of this tier, even one over another sequence.
         """
         with padded_rows(self.padded):
             logits = self._captures.replay(token_ids, [token_ids.shape[0]], [num_logits])
@@ -197,12 +209,12 @@ class Passes:
 
 
 class JoinedPasses:
-    """The forwards of one tier over several sequences at once."""
+    """The joint passes of one tier over several sequences."""
 
     def __init__(self, members: Sequence[Passes], *, captures: bool = True) -> None:
         """Args:
-        members: each sequence's own, of one decoder.
-        captures: whether passes over few tokens are captured whole, as those of the members are.
+        members: the passes of each sequence, all with the same decoder.
+        captures: whether passes over few tokens are captured as a whole, like those of the members.
         """
         self.members, self.captures = list(members), captures
         first, caches = members[0], [passes.cache for passes in members]
@@ -215,7 +227,7 @@ class JoinedPasses:
                 passes.drop()
 
     def held(self) -> Held:
-        """See `offload.held`: what was captured, and what the caches have together."""
+        """See `offload.held`: the memory of captured passes, and the memory that the joined caches share."""
         yield from self._captures.held()
         if isinstance(self._cache, JoinedFullCache | JoinedRetrievalCache):
             yield from self._cache.held()
@@ -226,11 +238,13 @@ class JoinedPasses:
 
     @torch.inference_mode()
     def forward(self, token_ids: Tensor, counts: Sequence[int], rows: Sequence[int]) -> Tensor:
-        """One pass over the next `counts[i]` tokens of each sequence, whose ids follow one another.
+        """Runs one pass over the next `counts[i]` tokens of each sequence.
+
+        Args: `token_ids` has the tokens of the first sequence, then those of the second, and so on.
 
         Returns:
-            Logits `[sum(rows), vocab_size]`, float32: those of each sequence's last `rows[i]` tokens; they hold until
-            the next pass of this tier.
+            Logits `[sum(rows), vocab_size]`, float32: those of each sequence's last `rows[i]` tokens. They are valid
+            until the next pass of this tier.
         """
         with padded_rows(self._padded):
             logits = self._captures.replay(token_ids, counts, rows)
@@ -246,10 +260,10 @@ class JoinedPasses:
 
 
 class _Captures:
-    """What was captured of passes over the same sequences.
+    """The captured passes over the same sequences.
 
-    There is one graph for each number of tokens a sequence, the same for all: sequences with fewer get further ones
-    behind them that nobody sees, and whose place the next ones take.
+    There is one graph for each number of tokens per sequence. All sequences have this number: those with fewer tokens
+    get additional ones after them. The results of these are not used, and later tokens overwrite them.
     """
 
     def __init__(self, decoder: Decoder, caches: Sequence[Cache], graphs: Graphs) -> None:
@@ -258,9 +272,10 @@ class _Captures:
         self._caches = replayable if len(replayable) == len(caches) else []
         self._memory: list[object] = []
         self._pool: Any = None
-        self._captured: dict[int, _CapturedPass] = {}  # by number of tokens a sequence
+        self._captured: dict[int, _CapturedPass] = {}  # by number of tokens per sequence
         self.prepared = self._noted = 0
-        """Passes so far that did more than a pass, and those of them that were noted; see `Passes.was_steady`."""
+        """Passes so far that took more than the normal time, and those of them that `was_steady` has counted; see
+        `Passes.was_steady`."""
         graphs.register(self)
 
     def held(self) -> Held:
@@ -274,15 +289,15 @@ class _Captures:
         return before == self._noted
 
     def clear(self) -> None:
-        """Drops what was captured."""
+        """Drops the captured passes."""
         for captured in self._captured.values():
             captured.clear()
         self._captured.clear()
         self._memory, self._pool = [], None
 
     def replay(self, token_ids: Tensor, counts: Sequence[int], rows: Sequence[int]) -> Tensor | None:
-        """The logits of each sequence's last `rows[i]` tokens; `None` where the pass is not replayed, and did not take
-        place."""
+        """Replays, warms up or captures a pass. Returns the logits of each sequence's last `rows[i]` tokens; `None` if
+        the pass cannot be replayed. Then it has not taken place."""
         caches, capture, n = self._caches, self._graphs.capture, max(counts)
         if caches and capture and _can_be_captured(capture, counts, rows) and capture.takes(self._decoder):
             for cache in caches:
@@ -302,8 +317,8 @@ class _Captures:
         return None
 
     def in_pieces(self, graphs: Graphs, token_ids: Tensor, cache: Cache, num_logits: int, *, padded: bool) -> Tensor:
-        """`Decoder.forward` of a pass that is not replayed whole; its pieces may be, which all sequences of `graphs`
-        have together."""
+        """`Decoder.forward` for a pass that is not replayed as a whole. Its pieces are replayed if possible. All
+        sequences of `graphs` share the pieces."""
         pieces, capture, logits = graphs.pieces_of(self._decoder), graphs.capture, None
         if capture is not None:
             before = pieces.prepared
@@ -314,7 +329,7 @@ class _Captures:
     def _replay(
         self, capture: Capture, token_ids: Tensor, slots: list[TokenSlots], counts: Sequence[int], n: int
     ) -> Tensor | None:
-        """The logits of all tokens; `None` where the pass could not be captured, and did not take place."""
+        """The logits of all tokens; `None` if the pass could not be captured. Then it has not taken place."""
         starts = [cache.length for cache in self._caches]
         captured = self._captured.get(n)
         if captured is None:
@@ -350,8 +365,8 @@ class _Captures:
 
 
 def _can_be_captured(capture: Capture, counts: Sequence[int], rows: Sequence[int]) -> bool:
-    """Whether a pass over `counts[i]` tokens of each sequence, with logits of the last `rows[i]`, is of a kind that is
-    captured."""
+    """Whether a pass over `counts[i]` tokens of each sequence, with logits of the last `rows[i]`, may be captured as a
+    whole."""
     n = max(counts)
     return (
         n <= capture.most_tokens
@@ -362,14 +377,14 @@ def _can_be_captured(capture: Capture, counts: Sequence[int], rows: Sequence[int
 
 
 def _evenly(token_ids: Tensor, counts: Sequence[int], n: int) -> Tensor:
-    """The tokens with further ones behind those of sequences that have fewer than `n`."""
+    """The token ids, with additional ones (0) after those of each sequence that has fewer than `n`."""
     if all(count == n for count in counts):
         return token_ids
     return torch.cat([F.pad(part, (0, n - part.shape[0])) for part in token_ids.split(list(counts))])
 
 
 def _last_rows(logits: Tensor, counts: Sequence[int], rows: Sequence[int], n: int) -> Tensor:
-    """Of the logits of `n` tokens a sequence, those of the last `rows[i]` of its first `counts[i]`."""
+    """From logits of `n` tokens per sequence, selects those of the last `rows[i]` of the first `counts[i]` tokens."""
     if len(counts) == 1:
         return logits[-rows[0] :]
     if all(wanted == n for wanted in rows):
@@ -379,7 +394,7 @@ def _last_rows(logits: Tensor, counts: Sequence[int], rows: Sequence[int], n: in
 
 
 class _CapturedPass:
-    """A pass over `n` tokens of each sequence that reads which ones they are, and where they stand, from memory."""
+    """A pass over `n` tokens of each sequence that reads the token ids and their places from memory."""
 
     def __init__(self, decoder: Decoder, caches: Sequence[Replayable], n: int) -> None:
         self._decoder, self._caches, self._n = decoder, list(caches), n
@@ -392,10 +407,10 @@ class _CapturedPass:
         self.replay: Callable[[], None] | None = None
         self.logits: Tensor | None = None
         self.passes = 0
-        """Passes that ran before it was captured."""
+        """Number of such passes that ran before the capture."""
 
     def place(self, token_ids: Tensor, slots: Sequence[TokenSlots]) -> None:
-        """Sets what the next run or replay reads. Copies on the device: nothing is waited for."""
+        """Sets the token ids and places for the next run or replay. It copies on the device and waits for nothing."""
         self._token_ids.copy_(token_ids)
         for at, rows in zip(slots, self._rows, strict=True):
             assert isinstance(at.rotation, int) and isinstance(at.slot, int)
@@ -404,7 +419,7 @@ class _CapturedPass:
                 ours[rows].copy_(turned)
 
     def run(self) -> Tensor:
-        """The pass itself; logits of all its tokens."""
+        """Runs the pass. Returns the logits of all its tokens."""
         for cache, rows in zip(self._caches, self._rows, strict=True):
             cache.at = TokenSlots(tuple(table[rows] for table in self._rotation), self._slots[rows])
         try:
@@ -423,8 +438,8 @@ class _CapturedPass:
         yield from (("captured", tensor) for tensor in kept if tensor is not None)
 
     def capture(self, capture: Capture, pool: Any) -> str | None:
-        """Captures it; if that fails, why."""
-        self._table = self._decoder.rope.rows(0, 1)  # a part keeps it whole, and a graph may have its address
+        """Captures the pass. Returns the reason if this fails, otherwise `None`."""
+        self._table = self._decoder.rope.rows(0, 1)  # a view that keeps the table alive: a graph may have its address
         try:
             (self.replay,), self.logits = capture.capture(lambda _: self.run(), pool)
         except RuntimeError as error:
@@ -437,7 +452,8 @@ class _CapturedPass:
 
 
 class Pieces:
-    """The pieces of a decoder's passes. They do not depend on a cache, so all sequences of a run share them."""
+    """The captured pieces of a decoder's passes. They do not depend on a cache, so all sequences of a run share
+    them."""
 
     def __init__(self, decoder: Decoder) -> None:
         self._decoder = decoder
@@ -445,17 +461,17 @@ class Pieces:
         self._pool: object = None
         self._passes: dict[tuple[int, int, bool], _PassInPieces] = {}
         self.prepared = 0
-        """Passes so far that did more than a pass."""
+        """Number of passes so far that took more than the normal time, see `Passes.was_steady`."""
         self.failure: str | None = None
-        """Why one could not be captured, in a line: then no other will be."""
+        """The reason in one line, if a pass could not be captured. Then no more passes are captured."""
 
     def held(self) -> Held:
-        """See `offload.held`: what pieces read and write, whichever sequence runs."""
+        """See `offload.held`: the buffers of the pieces, which do not depend on the sequence."""
         if self._buffers:
             yield from (("captured", tensor) for tensor in self._buffers.tensors())
 
     def clear(self) -> None:
-        """Drops what was captured."""
+        """Drops the captured pieces."""
         for one in self._passes.values():
             one.clear()
         self._passes.clear()
@@ -464,10 +480,10 @@ class Pieces:
     def forward(
         self, capture: Capture, token_ids: Tensor, cache: Cache, num_logits: int, *, padded: bool
     ) -> Tensor | None:
-        """`Decoder.forward`; `None` where the pass is not captured, and did not take place. Logits hold until the next
-        pass, whatever its sequence.
+        """`Decoder.forward` with captured pieces; `None` if the pass is not captured. Then it has not taken place.
+        Logits are valid until the next pass, even one over another sequence.
 
-        Args: `padded` says whether rows are padded, as `kernels.selection.padded_rows` has it.
+        Args: `padded` is whether rows are padded, see `kernels.selection.padded_rows`.
         """
         n = len(token_ids)
         if self.failure or n > capture.pieces_rows or not 1 <= num_logits <= n:
@@ -480,7 +496,7 @@ class Pieces:
             return None
         if self._decoder.config.linear or cache.leaves_hidden_states:
             return None
-        if self._decoder.ranks.size > 1:  # one that fails between two sums would leave the others waiting
+        if self._decoder.ranks.size > 1:  # if one rank failed between two sums, the others would wait forever
             return None
         key = n, num_logits, padded
         found = self._passes.get(key)
@@ -500,7 +516,7 @@ class Pieces:
         return found.run(token_ids, cache)
 
     def _capture(self, one: _PassInPieces, capture: Capture) -> str | None:
-        """Captures a pass; if that fails, why."""
+        """Captures a pass. Returns the reason if this fails, otherwise `None`."""
         try:
             if self._buffers is None:
                 self._buffers, self._pool = _PieceBuffers(self._decoder, capture.pieces_rows), capture.pool()
@@ -513,12 +529,12 @@ class Pieces:
 def pieces_bytes(
     config: ModelConfig, dtype: torch.dtype, row_bytes: int, capture: type[Capture], own_rows: int | None = None
 ) -> int:
-    """Bytes of what pieces read and write, and of what they compute on the way.
+    """Bytes of the buffers of pieces, and of their intermediate results.
 
     Args:
-        row_bytes: of a row inside a layer.
-        capture: what captures them.
-        own_rows: where each pass has memory of its own on the way, the rows of all of them.
+        row_bytes: bytes of a row inside a layer.
+        capture: the class that captures the pieces.
+        own_rows: if each pass has its own memory for intermediate results, the rows of all passes together.
     """
     most = capture.pieces_rows
     heads = 2 * (config.num_heads + config.num_kv_heads) * config.head_dim * dtype.itemsize
@@ -528,8 +544,8 @@ def pieces_bytes(
 
 
 class _PieceBuffers:
-    """What pieces read and write, at fixed addresses: of each token its id, rotation, query, key, value, result and
-    log-sum-exps of attention, and logits."""
+    """The buffers of pieces, at fixed addresses. They have, for each token: its id, rotation, query, key and value, the
+    result and log-sum-exps of attention, and logits."""
 
     def __init__(self, decoder: Decoder, most_rows: int) -> None:
         config, dtype, device = decoder.part, decoder.dtype, decoder.device
@@ -545,7 +561,7 @@ class _PieceBuffers:
         self.logits = rows(decoder.config.vocab_size, dtype=torch.float32)
 
     def rows(self, n: int) -> StepRows:
-        """Those of `n` tokens."""
+        """The parts of the buffers for `n` tokens."""
         q, k, v, out = (buffer[:n].transpose(0, 1) for buffer in (self.q, self.k, self.v, self.out))
         return StepRows(q, k, v, out, self.lse[: n * len(q)])
 
@@ -554,31 +570,33 @@ class _PieceBuffers:
 
 
 class _PassInPieces:
-    """A pass over `n` tokens in full caches, captured but for its attention: what comes before each layer's, and what
-    comes from the last layer's to the logits."""
+    """A pass over `n` tokens in full caches that is captured without its attention: the pieces before the attention of
+    each layer, and the piece from the last layer's attention to the logits."""
 
     def __init__(self, decoder: Decoder, n: int, num_logits: int) -> None:
         self._decoder, self._n, self._num_logits = decoder, n, num_logits
         self._buffers: _PieceBuffers | None = None
         self._replays: list[Callable[[], None]] = []
         self.passes = 0
-        """Those that came before it was captured, and the one it is captured for."""
+        """Number of such passes before the capture, including the pass for which it is captured."""
 
     @property
     def is_captured(self) -> bool:
         return bool(self._replays)
 
     def capture(self, capture: Capture, pool: object, buffers: _PieceBuffers) -> None:
-        """Raises:
-        RuntimeError: it cannot be captured.
+        """Captures the pass.
+
+        Raises:
+            RuntimeError: it cannot be captured.
         """
         self._buffers = buffers
-        if not capture.runs:  # else passes before this one have done it
+        if not capture.runs:  # otherwise earlier passes have already warmed up everything
             capture.warm_up(self._in_one_piece)
         self._replays, _ = capture.capture(self._in_pieces, pool)
 
     def run(self, token_ids: Tensor, cache: FullCache | JoinedFullCache) -> Tensor:
-        """The pass itself; its logits."""
+        """Runs the pass with the captured pieces. Returns its logits."""
         n, buffers = self._n, self._buffers
         assert buffers is not None
         cache.prepare(n)
@@ -603,7 +621,7 @@ class _PassInPieces:
         return self._in_pieces(lambda: None)
 
     def _in_pieces(self, cut: Callable[[], None]) -> Tensor:
-        """What is captured, without attention; logits."""
+        """Runs the pass without attention, for the capture. Returns its logits."""
         assert self._buffers is not None
         between = _BetweenPieces(self._decoder, self._buffers, self._n, cut)
         token_ids = self._buffers.token_ids[: self._n]
@@ -611,12 +629,13 @@ class _PassInPieces:
         return self._buffers.logits[: self._num_logits].copy_(logits)
 
     def clear(self) -> None:
-        """Drops what was captured."""
+        """Drops the captured pieces."""
         self._replays, self._buffers = [], None
 
 
 class _BetweenPieces:
-    """Stands for a cache while a pass is captured. See `tp.decoder.Cache` for the interface."""
+    """Takes the place of a cache while a pass is captured in pieces. Its `attend` ends a piece. See `tp.decoder.Cache`
+    for the interface."""
 
     length = 0
 
@@ -636,7 +655,7 @@ class _BetweenPieces:
         raise NotImplementedError("passes with states are not captured")
 
     def keep_hidden(self, hidden: Tensor) -> None:
-        """Who asks for it has passes that are not captured in pieces."""
+        """Does nothing. A pass whose hidden states are needed is not captured in pieces."""
 
     def hidden_before(self, n: int) -> Tensor:
         raise NotImplementedError("passes of a multi-token-prediction head are not captured")

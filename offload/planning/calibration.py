@@ -1,8 +1,8 @@
-"""What a pass takes on a machine where some were measured: a line through them, in place of a data sheet.
+"""Predicts the time of a pass from measured passes on the same machine, instead of from a data sheet.
 
-A pass takes an overhead, time for each byte it reads, and time for each operation it multiplies. The three are fitted
-to measured passes over different numbers of rows and tokens. Unlike in `cost_model` they add up: what is hidden behind
-what is in the measurements already.
+The time of a pass is the sum of an overhead, a time for each byte that it reads, and a time for each operation. These
+three terms are fitted to measured passes over different numbers of rows and tokens. `cost_model` takes the maximum of
+its terms instead. Here the terms add up, as the measurements already contain what runs in parallel.
 """
 
 from __future__ import annotations
@@ -21,25 +21,30 @@ class MeasuredPass:
     """The mean of many passes of one kind."""
 
     read: float
-    """Bytes of weights, keys and values."""
+    """Bytes of weights, keys and values that a pass reads."""
     multiplied: float
-    """Operations."""
+    """Operations of a pass."""
     seconds: float
+    """Mean time of a pass."""
 
 
 @dataclass(frozen=True)
 class PassLine:
-    """Seconds of a pass: `overhead_s` and so much for each byte and operation; none is below 0."""
+    """Seconds of a pass as a linear function of its bytes and operations. No term is below 0."""
 
     overhead_s: float
+    """Seconds of every pass."""
     byte_s: float
+    """Seconds per byte read."""
     operation_s: float
+    """Seconds per operation."""
 
     def seconds(self, read: float, multiplied: float) -> float:
+        """Predicted seconds of a pass that reads `read` bytes and computes `multiplied` operations."""
         return self.overhead_s + read * self.byte_s + multiplied * self.operation_s
 
     def worst(self, passes: Sequence[MeasuredPass]) -> float:
-        """By how much it misses the pass that it fits worst, as a share of what was measured."""
+        """The maximum error over all passes, as a share of the measured time."""
         return max(abs(self.seconds(p.read, p.multiplied) / p.seconds - 1) for p in passes)
 
 
@@ -48,34 +53,37 @@ class MeasuredMachine:
     """A machine whose passes were measured. See `cost_model.Hardware`."""
 
     line: PassLine
+    """The times of the target's passes."""
     link_bandwidth: float
-    """Bytes a second."""
+    """Bytes per second."""
     draft_s: float | None
-    """Of a step of the draft model; `None` if none was measured."""
+    """Seconds of a step of the draft model; `None` if none was measured."""
     round_seconds: float
-    """What a round of speculation takes besides its passes: the refresh, agreement between ranks."""
+    """Seconds of a round of speculation besides its passes: the refresh, agreement between ranks."""
     disk_bandwidth: float = DISK_BANDWIDTH
-    """Bytes a second."""
+    """Bytes per second."""
 
     def pass_seconds(self, read: float, multiplied: float, layers: int, gpus: int) -> float:
+        """See `cost_model.Hardware`. `layers` and `gpus` are not used: the measurements include them."""
         return self.line.seconds(read, multiplied)
 
     def draft_step_seconds(self, read: float, layers: int) -> float:
+        """See `cost_model.Hardware`: the measured time, for any arguments."""
         assert self.draft_s is not None
         return self.draft_s
 
 
 def fit(passes: Sequence[MeasuredPass]) -> PassLine:
-    """The line that misses `passes` least, in the sum of squares of relative errors, with no term below 0.
+    """Fits a line to `passes`: the one with the minimum sum of squared relative errors, with no term below 0.
 
     Raises:
-        ValueError: there is none to fit.
+        ValueError: `passes` is empty.
     """
     if not passes:
         raise ValueError("no pass to fit a line to")
     seconds = torch.tensor([p.seconds for p in passes], dtype=torch.float64)
     terms = torch.tensor([[1.0, p.read, p.multiplied] for p in passes], dtype=torch.float64)
-    scale = terms.mean(dim=0)  # bytes and operations are many orders of magnitude from 1
+    scale = terms.mean(dim=0)  # bytes and operations are many orders of magnitude larger than 1
     shares = terms / scale / seconds[:, None]
     best, least = torch.zeros(3, dtype=torch.float64), float("inf")
     # The optimum with no term below 0 is the free optimum over some of the terms: three terms have seven such choices.

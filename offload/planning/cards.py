@@ -1,9 +1,10 @@
-"""GPUs that can be planned for without being here: memory, bandwidth, speed and link.
+"""GPUs for which a run can be planned without having one: memory, bandwidth, speed and link.
 
-Sources. Memory is what PyTorch says of such a card in its out-of-memory messages ("GPU 0 has a total capacity of ..."),
-the smaller figure where several are seen: less than the box says, as driver and error correction take their part.
-Bandwidth and operations are NVIDIA's: the Ampere, Ada and Blackwell architecture papers for GeForce and RTX cards (FP16
-with FP32 accumulation, dense), the product data sheets for the others (half of a figure given "with sparsity").
+Sources. Memory is what PyTorch reports for the card in out-of-memory messages ("GPU 0 has a total capacity of ..."). If
+reports differ, it is the smaller figure. It is less than the advertised memory, as driver and error correction take a
+part. Bandwidth and operations are NVIDIA's figures: for GeForce and RTX cards from the Ampere, Ada and Blackwell
+architecture papers (FP16 with FP32 accumulation, dense), for the others from the product data sheets (half of a figure
+given "with sparsity").
 """
 
 from __future__ import annotations
@@ -12,25 +13,29 @@ import re
 from dataclasses import dataclass
 
 PCIE4 = 24.5
-"""GB/s of PCIe 4.0 x16 from page-locked memory, as measured on RTX 4090 (24 to 26); it is 31.5 on paper."""
+"""GB/s of PCIe 4.0 x16 from page-locked memory, as measured on RTX 4090 (24 to 26). The specification gives 31.5."""
 
 PCIE5 = 49.0
-"""GB/s of PCIe 5.0 x16: twice the lanes' rate at the same efficiency."""
+"""GB/s of PCIe 5.0 x16: twice the rate per lane, with the same efficiency."""
 
 DISK_BANDWIDTH = 5e9
-"""Bytes a second of large direct reads, assumed of an NVMe disk on four lanes of PCIe 4.0. Data sheets say 7e9 and
+"""Bytes per second of large direct reads. Assumed for an NVMe disk on four lanes of PCIe 4.0. Data sheets say 7e9 and
 more (Samsung 990 PRO: 7.45e9)."""
 
 
 @dataclass(frozen=True)
 class Card:
+    """A GPU, or a machine that was measured (`Measured.card`)."""
+
     name: str
     memory_gib: float
+    """Total memory in GiB."""
     memory_gb_per_s: float
+    """Memory bandwidth in GB/s."""
     tflops: float
-    """16-bit matrix products, dense."""
+    """16-bit matrix products, dense, in TFLOP/s."""
     link_gb_per_s: float
-    """From the host, in practice."""
+    """Bandwidth from the host in practice, in GB/s."""
 
 
 CARDS = {
@@ -45,9 +50,10 @@ CARDS = {
     "h100": Card("NVIDIA H100 80GB SXM", 79.18, 3350, 989, PCIE5),
     "h200": Card("NVIDIA H200 SXM", 139.72, 4800, 989, PCIE5),
 }
-"""By the word for `--gpu`."""
+"""The cards by their value for `--gpu`."""
 
 DEFAULT_CARD = "rtx4090"
+"""The card for a device that is not in the table."""
 
 
 _NAMES = {
@@ -62,10 +68,10 @@ _NAMES = {
     "h100": r"H100\b",
     "h200": r"H200\b",
 }
-"""What the name of such a card has, as drivers tell it (`NVIDIA A100-SXM4-80GB`, `NVIDIA H100 80GB HBM3`)."""
+"""Patterns that recognise a card in its driver's name (`NVIDIA A100-SXM4-80GB`, `NVIDIA H100 80GB HBM3`)."""
 
 
 def card_named(device_name: str) -> Card:
-    """The card of a device by its driver's name for it; the default card for one that is not in the table."""
+    """The card for a driver's device name; the default card if the device is not in the table."""
     found = (word for word, pattern in _NAMES.items() if re.search(pattern, device_name))
     return CARDS[next(found, DEFAULT_CARD)]

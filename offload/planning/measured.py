@@ -1,4 +1,4 @@
-"""`plan --measured FILE`: what a bench measured, in place of a card's figures and of assumptions."""
+"""`plan --measured FILE`: uses the measurements of a bench in place of a card's figures and of assumptions."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ BENCH = "triforce bench"
 """The kind of document that `triforce bench --json` writes."""
 
 LIKE = 1.25
-"""A model with so many times the parameters, or more, is another one: overheads and acceptance do not carry over."""
+"""The factor in the number of parameters from which on two models count as different. Overheads and acceptance of one
+do not hold for the other."""
 
 
 _HEAD = {"contexts", "machine", "measured_bandwidth", "parameters", "model", "dtype", "date"}
@@ -30,15 +31,19 @@ _RUN = {"passes", "proposed", "time_s", "kv_read", "link", "settings", "rounds",
 
 @dataclass(frozen=True)
 class Measured:
-    """A bench's JSON, checked to be one."""
+    """The JSON of a bench, checked."""
 
     path: Path
+    """The file."""
     document: dict[str, Any]
+    """Its content."""
 
     @classmethod
     def read(cls, path: Path) -> Measured:
-        """Raises:
-        TriforceError: it cannot be read, or holds something else, or no run.
+        """Reads and checks a file of `triforce bench --json`.
+
+        Raises:
+            TriforceError: the file cannot be read, has other content, or has no run.
         """
         try:
             document = json.loads(path.expanduser().read_text(encoding="utf-8"))
@@ -50,7 +55,7 @@ class Measured:
         kind = document.get("kind") if isinstance(document, dict) else None
         if kind != BENCH:
             what = f"of {kind}" if isinstance(kind, str) else "of something else"
-            raise TriforceError(f"--measured {path} is JSON {what}; give one that triforce bench --json wrote")
+            raise TriforceError(f"--measured {path} contains JSON {what}; give a file of triforce bench --json")
         missing = _HEAD - set(document)
         try:
             runs = [run for at in document.get("contexts", ()) for row in at["tiers"] for run in row["runs"]]
@@ -58,7 +63,7 @@ class Measured:
             missing |= {f"machine.{key}" for key in _MACHINE - set(document.get("machine", _MACHINE))}
         except (KeyError, TypeError, AttributeError) as error:
             raise TriforceError(
-                f"--measured {path} is not laid out as triforce bench writes it; measure again"
+                f"--measured {path} does not have the format that triforce bench writes; measure again"
             ) from error
         if missing:
             raise TriforceError(
@@ -70,19 +75,22 @@ class Measured:
 
     @property
     def gpus(self) -> int:
+        """The number of ranks of the bench."""
         return self.document["machine"]["world_size"]
 
     @property
     def dtype(self) -> str:
+        """The number format of the bench."""
         return self.document["dtype"]
 
     @property
     def disk_gb_per_s(self) -> float | None:
-        """Of the disk below host memory, where that was measured."""
+        """The measured bandwidth of the disk below host memory, in GB/s; `None` if it was not measured."""
         return self.document["measured_bandwidth"].get("disk_gb_per_s")
 
     def card(self, link: Card) -> Card:
-        """The device, as far as it is known: memory and bandwidth as measured, the link likewise or that of `link`."""
+        """The measured device as a card: with its memory and measured bandwidths. If the link was not measured, its
+        bandwidth is that of `link`. The speed (`tflops`) is NaN."""
         machine, carried = self.document["machine"], self.document["measured_bandwidth"]
         total = machine["device_memory_bytes"] or machine["memory_bytes"]
         return Card(
@@ -94,14 +102,16 @@ class Measured:
         )
 
     def check(self, request: RunRequest, model: str) -> None:
-        """Raises:
-        UsageError: `request` is of quite another model, or of another number of GPUs, or in another format.
+        """Checks that the measurements can be used for `request`.
+
+        Raises:
+            UsageError: `request` has a different model, number of GPUs or number format.
         """
         theirs, ours = self.document["parameters"], num_parameters(request.target)
         if not 1 / LIKE < theirs / ours < LIKE:
             raise UsageError(
-                f"--measured {self.path} is of {self.document['model']} ({theirs / 1e6:,.1f} M parameters), quite "
-                f"another model than {model} ({ours / 1e6:,.1f} M); measure that, or plan without it"
+                f"--measured {self.path} is for {self.document['model']} ({theirs / 1e6:,.1f} M parameters), a "
+                f"different model from {model} ({ours / 1e6:,.1f} M); measure {model}, or plan without --measured"
             )
         dtype = str(request.dtype).removeprefix("torch.")
         for option, have, want in (("gpus", request.gpus, self.gpus), ("dtype", dtype, self.dtype)):
@@ -112,7 +122,9 @@ class Measured:
                 )
 
     def machine(self, request: RunRequest, link_bandwidth: float) -> Calibration:
-        """What passes of `request` take there.
+        """The calibrated machine for passes of `request`.
+
+        Args: `link_bandwidth` is in bytes per second.
 
         Raises:
             TriforceError: every pass waited for the link or a disk.
@@ -140,10 +152,11 @@ class Measured:
 
     @property
     def contexts(self) -> list[dict[str, Any]]:
+        """The measurements of each context length."""
         return self.document["contexts"]
 
     def _nearest(self, context: int) -> tuple[int, float | None, float | None]:
-        """The measured context that is nearest, and the acceptance there: of the retrieval cache, of the draft."""
+        """The nearest measured context length, and its acceptance rates: of the retrieval cache, of the draft."""
         speculated = [at for at in self.contexts if any(row["tiers"] > 1 for row in at["tiers"])]
         at = min(speculated or self.contexts, key=lambda at: abs(math.log(at["context"] / context)))
         accepted = max(at["tiers"], key=lambda row: row["tiers"])["acceptance"]
@@ -152,24 +165,24 @@ class Measured:
 
 @dataclass(frozen=True)
 class Calibration:
-    """A machine as a bench found it."""
+    """A machine with times that are fitted to a bench."""
 
     source: Measured
     machine: MeasuredMachine
     passes: int
-    """Kinds of passes that the line goes through."""
+    """The number of measured passes to which the line is fitted."""
     worst: float
-    """By how much it misses the worst of them, as a share."""
+    """The maximum error of the line, as a share of a measured time."""
     accepted: tuple[int, float | None, float | None]
-    """The context they are from; retrieval cache; draft."""
+    """The context length of the acceptance rates; the rate of the retrieval cache; the rate of the draft."""
 
     def assumptions(self, given: float | None, given_draft: float | None) -> Assumptions:
-        """What was given, else what was measured, else what is assumed without either."""
+        """The acceptance rates: those given, else those measured, else the defaults."""
         _, retrieval, draft = self.accepted
         return Assumptions.of(retrieval if given is None else given, draft if given_draft is None else given_draft)
 
     def terms(self) -> dict[str, Any]:
-        """For the JSON: where each term is from."""
+        """The part of the JSON that gives each term and its source."""
         document, line = self.source.document, self.machine.line
         context, retrieval, draft = self.accepted
         return {
@@ -196,7 +209,7 @@ def _median_run(runs: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _passes(run: dict[str, Any], request: RunRequest) -> list[MeasuredPass]:
-    """The mean pass of each of the target's tiers, but those over the full cache that waited for link or disk."""
+    """The mean pass of each of the target's tiers, without passes over the full cache that waited for link or disk."""
     found: list[MeasuredPass] = []
     counts, proposed, seconds = run["passes"], run["proposed"], run["time_s"]
     waited = run["link"]["bytes_streamed"] or run["settings"].get("disk_bytes")
@@ -211,7 +224,7 @@ def _passes(run: dict[str, Any], request: RunRequest) -> list[MeasuredPass]:
 
 
 def _tokens_read(request: RunRequest, num_bytes: float) -> float:
-    """Tokens that a pass has seen if it has read so many bytes of keys and values."""
+    """The number of tokens that a pass has seen, from the bytes of keys and values that it has read."""
     part = request.part
     beyond = (num_bytes - sum(part.kept_windows.values()) * request.layer_token_bytes) / request.token_bytes
-    return max(beyond, num_bytes / part.kv_bytes_per_token(request.dtype))  # the second: fewer than a window
+    return max(beyond, num_bytes / part.kv_bytes_per_token(request.dtype))  # the second: below a window

@@ -1,4 +1,4 @@
-"""What memory there is here and what this process has taken. What a run needs is the plan's business (`run_plan`)."""
+"""The available memory of this machine, and the memory of this process. `run_plan` computes what a run needs."""
 
 from __future__ import annotations
 
@@ -37,18 +37,18 @@ def plan_here(
     free_disk: Callable[[], int] | None = None,
     device_memory: Callable[[torch.device], DeviceMemory | None] = device_memory,
 ) -> RunPlan:
-    """The plan of a run in the memory that is free now on the machines of all ranks. A collective call: of what the
-    ranks find, the least counts for all, so that every rank makes the same plan.
+    """The plan of a run in the free memory of all ranks' machines. A collective call: the minimum over the ranks
+    counts, so every rank makes the same plan.
 
     Args:
         request: its memory is filled in here.
-        held: bytes on the device by part (`Engine.held`) of an engine that has loaded the weights; `None`: nothing is
-            loaded. What of it lasts from run to run the plan counts again, so it is available to the run.
-        given_back, given_back_on_host, given_back_on_disk: bytes on the device, in host memory besides, and on the disk
-            that the run will not need any more, or that its plan counts again.
-        held_on_host: bytes of host memory that other caches of this process have, which `--host-memory` bounds with it.
-        promised: bytes that other caches of this process will still take, where the CPU computes: they seem to be free.
-        free_disk: gives the bytes that are free on the disk for what exceeds host memory; `None`: nothing may.
+        held: bytes on the device by part (`Engine.held`), of an engine that has loaded the weights; `None`: nothing is
+            loaded. The parts that last from run to run are counted again by the plan, so they are available to the run.
+        given_back, given_back_on_host, given_back_on_disk: bytes on the device, in other host memory, and on the disk
+            that will be free when the run begins, or that its plan counts again.
+        held_on_host: bytes of host memory that other caches of this process hold. They count against `--host-memory`.
+        promised: bytes that other caches of this process will still take, if the CPU computes. They seem to be free.
+        free_disk: returns the free bytes on the disk for blocks that exceed host memory; `None`: no blocks on a disk.
         device_memory: see `System`.
     """
     kernels, found = packs_fast(device), device_memory(device)
@@ -65,7 +65,7 @@ def plan_here(
         most = max(0, int(request.settings.host_memory * 2**30) // ranks.local_size - held_on_host)
     if found:
         reserve = left_free(found.total, request.gpus)
-        outside = CUDA_CONTEXT + (reserve["nccl"] if ranks.on_device else 0)  # what PyTorch does not know of
+        outside = CUDA_CONTEXT + (reserve["nccl"] if ranks.on_device else 0)  # memory that PyTorch does not count
         if held is not None:
             own += max(0, min(found.taken - sum(held.values()), reserve["workspaces"]))
         for_others = max(0, found.taken - own)
@@ -90,7 +90,7 @@ def plan_here(
 def shortage_explained(
     device: torch.device, device_memory: Callable[[torch.device], DeviceMemory | None] = device_memory
 ) -> Iterator[None]:
-    """Turns PyTorch's failure to allocate, within, into an error that says what is taken and what helps.
+    """A context that turns PyTorch's out-of-memory errors into an error with the memory taken and the remedies.
 
     Args: `device_memory`: see `System`.
 
@@ -105,7 +105,7 @@ def shortage_explained(
         found = device_memory(device)
         if found:
             peak = device_peak_bytes(device)
-            of_these = f", {gib(peak)} at most by this run" if peak else ""
+            of_these = f", up to {gib(peak)} by this run" if peak else ""
             raise CapacityError(
                 f"GPU memory ran out: {gib(found.total - found.free)} of {gib(found.total)} are taken{of_these}; keep "
                 "less of the KV cache there (--resident), lower --budget, shorten the prompt (--truncate), or free "
@@ -118,14 +118,14 @@ def shortage_explained(
 
 
 def available_bytes(device: torch.device) -> int:
-    """Free memory where tensors of `device` live; on a GPU with what PyTorch keeps of tensors that are gone."""
+    """Free bytes of the memory for tensors of `device`. On a GPU, this includes memory that PyTorch keeps for reuse."""
     found = device_memory(device)
     return found.free if found else psutil.virtual_memory().available
 
 
 def host_peak_bytes() -> int:
-    """The largest resident set of this process so far."""
-    try:  # Linux; what getrusage says there includes the process that started this one
+    """The maximum resident set of this process so far, in bytes."""
+    try:  # Linux; getrusage there includes the process that started this one
         lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))
     except (OSError, StopIteration):
@@ -134,5 +134,5 @@ def host_peak_bytes() -> int:
 
 
 def device_peak_bytes(device: torch.device) -> int:
-    """The most memory tensors took on an accelerator; 0 on a CPU, where it is part of the host's."""
+    """The maximum bytes of tensors on a GPU so far; 0 on a CPU, where they are a part of the host's."""
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0

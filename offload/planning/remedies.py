@@ -1,4 +1,4 @@
-"""What of a run does not fit, and for each thing that could be changed, the smallest change that makes it fit."""
+"""Says what does not fit of a run, and for each option the smallest change that makes the run fit."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .run_plan import largest_whole, make_plan
 
 _MOST_GPUS = 64
 _GRANULE = 256
-"""Tokens that a remedy's context is a multiple of."""
+"""The context of a remedy is a multiple of this many tokens."""
 
 
 @dataclass(frozen=True)
@@ -21,13 +21,15 @@ class Remedy:
     """A change that is enough by itself."""
 
     option: str
-    """The option to change, without dashes."""
+    """The option to change, without leading dashes."""
     value: int | float | str
+    """The new value of the option."""
     text: str
+    """The change as text for the user."""
 
 
 def shortfalls(request: RunRequest) -> list[str]:
-    """What does not fit, one line each, with the numbers; none if all does."""
+    """One line, with the numbers, for each thing that does not fit; empty if all fits."""
     found = []
     limit = request.target.max_position_embeddings
     if request.context > limit:
@@ -49,7 +51,7 @@ def shortfalls(request: RunRequest) -> list[str]:
 
 
 def remedies(request: RunRequest) -> list[Remedy]:
-    """For each thing that could be changed, the smallest change by which all fits; nothing where all fits."""
+    """For each option that can be changed, the smallest change by which all fits; empty if all fits already."""
     return list(_remedies(request)) if shortfalls(request) else []
 
 
@@ -58,7 +60,7 @@ def _remedies(request: RunRequest) -> Iterator[Remedy]:
     if settings.resident is not None:
         free = replace(request, settings=replace(settings, resident=None))
         if _fits(free):
-            yield Remedy("resident", "auto", "leave what is resident to the planner")
+            yield Remedy("resident", "auto", "let the planner choose the resident part")
     target = request.target
     if request.context > target.max_position_embeddings and target.rope.type == "default":
         asked = f"yarn:{math.ceil(10 * request.context / target.max_position_embeddings) / 10:g}"
@@ -88,7 +90,7 @@ def _remedies(request: RunRequest) -> Iterator[Remedy]:
 
 
 def _more_memory(request: RunRequest) -> Iterator[Remedy]:
-    """More memory of one kind, in whole GiB."""
+    """Remedies of more memory of one kind, in whole GiB."""
     most = 4096  # GiB
     if request.host_bytes is not None:
         need = -(-make_plan(request).host_total * request.ranks_per_host // 2**30)

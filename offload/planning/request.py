@@ -1,4 +1,4 @@
-"""What a run is asked to do and what memory it may take: the one input of a run plan."""
+"""The request for a run: what it is to do, and the memory that it may take. It is the only input of a run plan."""
 
 from __future__ import annotations
 
@@ -20,52 +20,54 @@ from ..settings import Settings
 class RunRequest:
     """Models, length, settings, the ranks that share the target (tensor parallelism), and their memory in bytes.
 
-    Memory that the run holds already (loaded weights, a cache that will be replaced) counts as available: a plan says
-    what the whole run takes, not what is still to come.
+    Memory that the run holds already (loaded weights, a cache that will be replaced) counts as available. A plan counts
+    the memory of the whole run, not only further allocations.
 
     Raises:
-        UsageError: keys and values are to be packed, and their number format cannot be.
+        UsageError: keys and values are to be packed, but their number format cannot be packed.
     """
 
     target: ModelConfig
     draft: ModelConfig | None
     dtype: torch.dtype
     context: int
-    """Tokens that the full cache has room for: the prompt and the generated ones."""
+    """Tokens for which the full cache has room: the prompt and the answer."""
     settings: Settings
     gpus: int = 1
-    """Ranks; processes where the CPU computes."""
+    """The number of ranks; of processes if the CPU computes."""
     gpu_bytes: int | None = None
-    """Memory of each GPU that the run may take; `None` where the CPU computes."""
+    """Memory of each GPU that the run may take; `None` if the CPU computes."""
     gpu_total_bytes: int | None = None
-    """All memory of each GPU, of which a share stays free; default `gpu_bytes`."""
+    """Total memory of each GPU, of which a share stays free; `None`: `gpu_bytes`."""
     gpu_bytes_beside: int = 0
-    """Memory of each GPU that this process has and the run may not take, as that of sequences that are running."""
+    """Memory of each GPU that this process holds and the run may not take, for example that of running sequences."""
     host_bytes: int | None = None
-    """Host memory that `ranks_per_host` ranks may take together; `None` leaves it unchecked."""
+    """Host memory that `ranks_per_host` ranks may take together; `None`: not checked."""
     disk_bytes: int | None = None
-    """Disk space that `ranks_per_host` ranks may take together for blocks that exceed host memory; `None`: none do."""
+    """Disk space that `ranks_per_host` ranks may take together for blocks that exceed host memory; `None`: no blocks
+    are on a disk."""
     local_ranks: int | None = None
-    """Ranks that share one host's memory; default `gpus`."""
+    """The number of ranks that share one host's memory; `None`: `gpus`."""
     kernels: bool = True
-    """Whether the device has kernels of this project: compiled ones on a CPU, or on a GPU Triton's, of which attention
+    """Whether the device has kernels of this project: compiled ones on a CPU, Triton's on a GPU. Triton's attention
     reads a layer of many blocks as one."""
     makes_numbers: bool = False
-    """Whether a step makes numbers of matrices in few bits within its products, and takes no memory for them."""
+    """Whether a step expands matrices in few bits within its products, without memory for the expanded numbers."""
     locks_embedding: bool = True
-    """Whether the system locks host memory for embeddings, and the device reads it; see `host_embedding`."""
+    """Whether the system can page-lock host memory for embeddings and the device reads it; see `host_embedding`."""
     shared: int = 0
-    """Tokens of the context that the cache of another sequence holds."""
+    """Tokens of the context that are in the cache of another sequence."""
     shared_streams: bool = False
-    """Whether that one's blocks stream: then a prefill collects them a layer at a time."""
+    """Whether the blocks of the shared tokens stream. A prefill then collects them a layer at a time."""
     beside: int = 0
-    """Sequences that run already: rounds are of all together, and the prompt is read in slices between them."""
+    """The number of sequences that run already. All have rounds together, and the prompt is read in slices between
+    these rounds."""
     unallocated_bytes: int = 0
-    """Bytes that these may still take on the device, and keep."""
+    """Bytes that the running sequences may still take on the device, and keep."""
     sequences: int = 1
-    """That are decoded together, each with an answer of its own to the same text."""
+    """The number of sequences that are decoded together, each with its own answer to the same text."""
     answer: int | None = None
-    """Tokens of the context that are generated, at most; `None`: any may be."""
+    """The maximum number of the context's tokens that are generated; `None`: any number."""
     limits: Limits = LIMITS
 
     def __post_init__(self) -> None:
@@ -77,22 +79,24 @@ class RunRequest:
 
     @property
     def own(self) -> int:
-        """Tokens that take memory of their own."""
+        """Tokens that take memory of their own: those that are not shared."""
         return self.context - self.shared
 
     @property
     def on_gpu(self) -> bool:
+        """Whether a GPU computes."""
         return self.gpu_bytes is not None
 
     @property
     def host_embedding(self) -> bool:
-        """Whether embeddings that are not output heads too are in host memory, and a kernel reads rows from there."""
+        """Whether embeddings are in host memory, from which a kernel reads rows. This excludes embeddings that are also
+        output heads."""
         return self.on_gpu and self.kernels and self.locks_embedding
 
     @property
     def process_parts(self) -> dict[str, int]:
-        """Bytes of host memory that a rank's process takes besides the run: the parts of `ProcessMemory`, and `cuda`
-        where a GPU computes."""
+        """Bytes of host memory that a rank's process takes besides the run: the parts of `ProcessMemory`, and `cuda` if
+        a GPU computes."""
         return asdict(self.limits.process) | ({"cuda": self.limits.cuda_host_bytes} if self.on_gpu else {})
 
     @property
@@ -102,54 +106,55 @@ class RunRequest:
 
     @property
     def taken_by_others(self) -> int:
-        """Bytes of a GPU that other processes have; 0 where it is not known what there is in all."""
+        """Bytes of a GPU that other processes hold; 0 if the total is not known or the CPU computes."""
         if self.gpu_bytes is None:
             return 0
         return max(0, (self.gpu_total_bytes or 0) - self.gpu_bytes - self.gpu_bytes_beside)
 
     @property
     def ranks_per_host(self) -> int:
+        """The number of ranks that share one host's memory."""
         return self.local_ranks or self.gpus
 
     @cached_property
     def split(self) -> Split:
-        """The last rank's part of the target: where parts differ, no other is larger, but of the output head.
+        """The last rank's share of the target. If shares differ, it is the largest, except for the output head.
 
         Raises:
-            UsageError: so many ranks cannot share the model's heads.
+            UsageError: this number of ranks cannot share the model's heads.
         """
         return _rank_of(self.target, self.gpus)[0]
 
     @cached_property
     def part(self) -> ModelConfig:
-        """See `split`."""
+        """The configuration of the last rank's share of the target; see `split`."""
         return _rank_of(self.target, self.gpus)[1]
 
     @cached_property
     def matrices(self) -> ModelMatrices:
-        """What a rank holds of the target's weights."""
+        """The target's weights on a rank."""
         return _rank_of(self.target, self.gpus)[2]
 
     @cached_property
     def small(self) -> ModelConfig | None:
-        """The draft model, where three tiers run: every rank has all of it, or its part of a multi-token-prediction
-        head."""
+        """The draft, with three tiers; else `None`. Every rank has the whole draft model, or its share of a
+        multi-token-prediction head."""
         draft = self.draft if self.settings.tiers == 3 else None
         return self.split.config(draft) if draft and draft.is_head else draft
 
     @cached_property
     def small_matrices(self) -> ModelMatrices | None:
-        """What a rank holds of the draft model's weights, where three tiers run."""
+        """The draft's weights on a rank, with three tiers; else `None`."""
         draft = self.draft if self.settings.tiers == 3 else None
         if draft is None or draft.is_head:
             return draft and ModelMatrices.of(draft, self.split)
         return _rank_of(draft, 1)[2]
 
     def packs(self, *, on_disk: bool) -> bool:
-        """Whether blocks that stream are packed: by themselves where kernels do it, and blocks have a link or a disk to
-        cross.
+        """Whether blocks that stream are packed. With `--pack auto`, they are if kernels pack and the blocks cross a
+        GPU's link or come from a disk.
 
-        Args: `on_disk`: whether it is all of them that are on a disk.
+        Args: `on_disk`: whether all of these blocks are on a disk.
         """
         if self.dtype != torch.bfloat16 or self.settings.pack == "off":
             return False
@@ -162,13 +167,13 @@ class RunRequest:
 
     @cached_property
     def layer_token_bytes(self) -> int:
-        """The same in one layer."""
+        """Bytes of one token's keys and values on one rank, in one layer."""
         return self.part.kv_bytes_per_token(self.dtype) // self.part.kv_layers
 
 
 @lru_cache(maxsize=16)
 def _rank_of(config: ModelConfig, gpus: int) -> tuple[Split, ModelConfig, ModelMatrices]:
-    """The last of so many ranks: its part of a model, and what it holds of the weights. A run is planned several times
-    for each of its sequences, of the same models."""
+    """The share of the last of `gpus` ranks: how the model is split, its configuration and its weights. Cached, as a
+    run makes several plans for each of its sequences, with the same models."""
     split = Split.of(config, Ranks(gpus - 1, gpus, gpus))
     return split, split.config(config), ModelMatrices.of(config, split)

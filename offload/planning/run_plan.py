@@ -1,8 +1,9 @@
-"""The run plan: for a model, a machine and a request, which lengths, how many bytes where, and which placement.
+"""The run plan: draft lengths, bytes in each memory, and placement of the KV cache, for a model, machine and request.
 
-Made once for a run and read by everyone else: the engine and its caches, memory checks, reports, `triforce models`,
-`plan` and `bench --shape`. Every byte of a run is counted here; what runs counts only what it has taken. What passes
-are expected to cost follows from it in `cost_model`. Pure arithmetic: nothing is allocated or looked up.
+It is made once for a run and used by all others: the engine and its caches, memory checks, reports, `triforce models`,
+`plan` and `bench --shape`. Every byte of a run is planned here; running code only counts what it has taken.
+`cost_model` computes the expected times of passes from the plan. The plan is pure arithmetic: it allocates nothing and
+looks nothing up.
 """
 
 from __future__ import annotations
@@ -36,151 +37,158 @@ from ..transfer.placement import Placement, place_resident, place_streamed, wind
 from .request import RunRequest
 
 CUDA_CONTEXT = 2**29
-"""Bytes that a process takes on a GPU besides PyTorch's tensors. On an RTX 4090 0.49 GiB: what an out-of-memory message
-of PyTorch says a process has, less what it says PyTorch has (github.com/3DTopia/Phidias-Diffusion, issue 8). The
-modules of its kernels are among them, as far as they were loaded by then: a context and what one small operation loads
-take 0.27 GiB, and 0.62 GiB with all of PyTorch's modules, which are loaded where they are used first since then
-(github.com/pytorch/pytorch, pull request 86509). On an H200, which has more multiprocessors, 0.60 GiB with the first
-tensor and 0.75 GiB after a run (`docs/gpu-results.md`): the rest comes from what a run leaves free."""
+"""Bytes that a process takes on a GPU besides PyTorch's tensors. On an RTX 4090, 0.49 GiB: in an out-of-memory message
+of PyTorch, the memory of the process minus the memory of PyTorch (github.com/3DTopia/Phidias-Diffusion, issue 8). This
+includes the modules of PyTorch's kernels that were loaded by then. A context and the modules of one small operation
+take 0.27 GiB; with all of PyTorch's modules, it is 0.62 GiB. PyTorch loads a module when it is first used
+(github.com/pytorch/pytorch, pull request 86509). On an H200, which has more multiprocessors, it is 0.60 GiB with the
+first tensor and 0.75 GiB after a run (`docs/gpu-results.md`). The difference is taken from the memory that a run leaves
+free."""
 
 WORKSPACE = 32 * 2**20
-"""Of cuBLAS, and again of cuBLASLt, for each stream that multiplies, of which there are two: of passes, and of those
-that are being captured. On Hopper and later; 8.1 and 4 MiB before (github.com/pytorch/pytorch, pull request 120925;
-discuss.pytorch.org/t/178671)."""
+"""Bytes of a workspace of cuBLAS, and of one of cuBLASLt. Each of the two streams that multiply has both: the stream of
+passes, and that of passes being captured. On Hopper and later; 8.1 and 4 MiB before (github.com/pytorch/pytorch, pull
+request 120925; discuss.pytorch.org/t/178671)."""
 
 NCCL_BUFFERS = 16 * 2 * (4 * 2**20 + 2**20)
-"""Of 16 channels with the two connections that a ring has (github.com/NVIDIA/nccl, issue 986), each with a FIFO of 4
-MiB (issue 391), and an estimated 1 MiB for other protocols. Few channels go over PCIe, 24 or more over NVLink."""
+"""Bytes of NCCL's buffers: 16 channels with the two connections of a ring (github.com/NVIDIA/nccl, issue 986). Each has
+a FIFO of 4 MiB (issue 391), and an estimated 1 MiB for other protocols. NCCL uses few channels over PCIe, 24 or more
+over NVLink."""
 
 FRAGMENTED = 1 / 32
-"""Share of a GPU's memory that PyTorch's allocator may have and nobody can use: an estimate. Of memory from 1 to 10 MiB
-it takes 20 MiB at a time, of more multiples of 2 MiB (c10/cuda/CUDACachingAllocator.cpp), and what is free in between
-may be too small for the next request."""
+"""The share of a GPU's memory that PyTorch's allocator may hold without being able to use it: an estimate. For requests
+from 1 to 10 MiB, the allocator takes 20 MiB at a time; for larger ones, multiples of 2 MiB
+(c10/cuda/CUDACachingAllocator.cpp). Free memory between them may be too small for the next request."""
 
 
 VERIFY_DRAFT_TOKENS = 24
 RETRIEVAL_DRAFT_TOKENS = 8
-"""Draft tokens for a pass over the full cache and over the retrieval cache at most, where their number is left open."""
+"""The maximum numbers of draft tokens for a pass over the full cache and over the retrieval cache, if left open."""
 
 LOOKUP_DRAFT_TOKENS = 31
-"""The second, of tokens that are looked up: they take no time but that of their rows."""
+"""`RETRIEVAL_DRAFT_TOKENS` with lookup: these draft tokens take no time except for their rows."""
 
 LOOKUP_BYTES = 130
-"""Of a token's place in the index that tokens are looked up in: an entry of a dictionary and one of an array."""
+"""Bytes per token of the lookup index: an entry of a dictionary and one of an array."""
 
 TAIL_ROUNDS = 3
-"""Rounds in which all draft tokens are accepted that a tail has room for until chunks are chosen anew, where that is
-left open; one more comes while they are copied."""
+"""The number of rounds for which a tail has room until chunks are chosen again, if `--refresh` does not give a number.
+All draft tokens may be accepted in each. One more round comes while the chunks are copied."""
 
 LEAST_BUDGET = 256
-"""Tokens of a retrieval cache at least, but for what is no whole chunk, where their number is left open."""
+"""The minimum size of a retrieval cache in tokens, rounded down to whole chunks, if left open."""
 
 RETRIEVAL_SHARE = 1 / 8
-"""Of a GPU's memory: what the retrieval caches of several sequences take together at most, where that is left open."""
+"""The maximum share of a GPU's memory for the retrieval caches of several sequences, if the budget is left open."""
 
 TAIL_TOKENS = 2048
 """Tokens that are planned for each further sequence's own question and answer."""
 
 LEFT_TO_OTHERS = 1 / 16
-"""Of the free host memory: what stays free where blocks that exceed it are on a disk, unless it is set by hand. Other
-programs live there, and a system without any would write pages to the same disk."""
+"""The share of the free host memory that stays free if blocks are on a disk, unless the host memory is set by hand.
+Other programs need memory, and a system without free memory would write pages to the same disk."""
 
 UNPACKED_SHARE = 1 / 64
-"""Of packed blocks: those that memory is planned for as if they did not fit into their slots."""
+"""The share of packed blocks for which memory is planned as if they did not fit into their slots."""
 
 SMALL_MASS = 2**28, 1 / 32
-"""Bytes, or the share of the full cache, that attention mass may take for longer verifications' sake."""
+"""The maximum size of the attention mass for longer verifications: bytes, or a share of the full cache if larger."""
 
 
 @dataclass(frozen=True)
 class RunPlan:
-    """Lengths in tokens and bytes of one rank."""
+    """The plan of a run. Lengths are in tokens, all other sizes in bytes of one rank."""
 
     request: RunRequest
     placement: Placement
+    """Where the blocks of the full cache are."""
     budget: int
-    """Tokens of the retrieval cache, at most the context; 0 where that tier is off."""
+    """Tokens of the retrieval cache, at most the context; 0 without a retrieval cache."""
     chunk_size: int
+    """Tokens of a chunk."""
     weights: int
-    """Of the rank's part of the target, and of the whole draft or its part of a multi-token-prediction head; without
+    """The rank's share of the target, and the whole draft or the share of a multi-token-prediction head; without
     `embedding`."""
     embedding: int
-    """Embeddings that are not output heads too, whole on each rank, in page-locked host memory; 0 where they are among
-    `weights` (see `RunRequest.host_embedding`)."""
+    """Embeddings in page-locked host memory, whole on each rank, unless they are also output heads. 0 if they are part
+    of `weights` (see `RunRequest.host_embedding`)."""
     resident_kv: int
     """Blocks of the full cache on the compute device."""
     streamed_kv: int
     """Blocks of the full cache in host memory, from which they stream, and their `room_for_unpacked`."""
     disk_kv: int
-    """Blocks of the full cache on a disk, as they exceed host memory."""
+    """Blocks of the full cache on a disk, because they exceed host memory."""
     staging: int
-    """Buffers in host memory that they are read into."""
+    """Staging buffers in host memory."""
     room_for_unpacked: int
-    """Memory for packed blocks that turn out not to fit into their slots, of those that stream and of `spare`. If there
-    are more of them than `UNPACKED_SHARE`, memory is taken for each as it comes."""
+    """Memory for packed blocks that do not fit into their slots, for streamed blocks and `spare`. If more than
+    `UNPACKED_SHARE` of the blocks do not fit, memory for the further ones is allocated as they come."""
     spare: int
-    """Room in host memory for the last of the resident blocks, with their `room_for_unpacked`, so that they can leave a
-    GPU on which others take memory while the run lasts. It is planned for where nothing else needs it."""
+    """Room in host memory for the last of the resident blocks, with their `room_for_unpacked`. These blocks can leave a
+    GPU on which other programs take memory during the run. It is planned only if nothing else needs this memory."""
     tail: int
-    """Tokens that a retrieval cache has room for behind its chunks; 0 where that tier is off."""
+    """Tokens for which a retrieval cache has room after its chunks; 0 without a retrieval cache."""
     retrieval: int
-    """The retrieval cache, with states of its own."""
+    """The retrieval cache, with its own states."""
     mass: int
-    """The attention mass that its chunks are chosen by, and what it is computed from."""
+    """The attention mass by which chunks are chosen, and the buffers from which it is computed."""
     ring: int
+    """The ring buffers on the compute device."""
     open_stretches: int
-    """Of what streams, and the tails of further sequences over the same text."""
+    """The open stretches of streamed layers, and the tails of further sequences over the same text."""
     windows: int
-    """The last tokens of layers with sliding windows, where others have none; on the compute device."""
+    """The last tokens of layers with sliding windows, if other layers have no windows; on the compute device."""
     states: int
-    """Of layers with linear attention, in the full cache, with what is kept of tokens that may be taken back; on the
+    """The states of layers with linear attention in the full cache, with the rows for rolling tokens back; on the
     compute device."""
     kept_states: int
-    """Copies of earlier ones, in host memory."""
+    """Copies of earlier states, in host memory."""
     prefill: int
-    """Activations of a long forward, the attention mass of its last rows and, where blocks stream, the layer it works
-    on. A prefill comes before its sequence's retrieval cache, unless that has stayed (`reads_beside_drafting`), and
-    beside those of others."""
+    """The activations of a prefill, the attention mass of its last rows and, if blocks stream, the layer it works on. A
+    prefill comes before the retrieval cache of its sequence, unless that was kept (`reads_beside_drafting`), and beside
+    the retrieval caches of other sequences."""
     between_slices: int
-    """Of these, what lasts from one slice to the next, and the rounds of others between them: hidden states and, where
-    blocks stream, the layer."""
+    """The part of `prefill` that lasts from one slice to the next, during the rounds of other sequences: hidden states
+    and, if blocks stream, the layer."""
     scratch: int
-    """What attention by PyTorch's operations keeps from call to call."""
+    """The buffers that attention with PyTorch's operations keeps between calls."""
     draft_kv: int
-    """The draft's caches: sinks and a recent window, and states; and what a multi-token-prediction head reads."""
+    """The draft's caches: sinks, a recent window, and states; and the inputs of a multi-token-prediction head."""
     rope: int
-    """RoPE's tables, the target's and the draft's."""
+    """The RoPE tables of target and draft."""
     streamed_per_pass: int
-    """What one verification moves over a rank's link."""
+    """Bytes that one verification moves over a rank's link."""
     disk_per_pass: int
-    """What it reads from a disk, for one rank."""
+    """Bytes that one verification reads from a disk, for one rank."""
     verify_draft: DraftTokens
-    """For a pass over the full cache (γ2)."""
+    """The draft tokens for a pass over the full cache (γ2)."""
 
     @property
     def retrieval_draft(self) -> DraftTokens:
-        """For a pass over the retrieval cache (γ1)."""
+        """The draft tokens for a pass over the retrieval cache (γ1)."""
         return _retrieval_draft(self.request.settings)
 
     @property
     def tail_ahead(self) -> int:
-        """Tokens that a tail may get before chunks that are chosen after the round to come have taken its place."""
+        """The maximum number of tokens that a tail gets before the chunks that are chosen after the next round replace
+        it."""
         return _tail_ahead(self.verify_draft, self.retrieval_draft)
 
     @property
     def state_rows(self) -> int:
-        """Tokens of a round whose states can be taken back."""
+        """The maximum number of tokens in a round whose states can be rolled back."""
         return _state_rows(self.verify_draft, self.retrieval_draft, drafts=self.budget > 0)
 
     @property
     def index(self) -> int:
-        """Of the text, in which tokens are looked up; in host memory, on each rank."""
+        """The lookup index of the text, in host memory, on each rank; 0 without lookup."""
         request = self.request
         return request.sequences * request.context * LOOKUP_BYTES if request.settings.lookup else 0
 
     @property
     def mass_rows(self) -> int:
-        """The longest verification of which every row's attention mass is kept; 0 without a retrieval cache."""
+        """The number of rows of the longest verification, in which the attention mass of every row is kept; 0 without a
+        retrieval cache."""
         return self.verify_draft.longest + 1 if self.budget else 0
 
     @property
@@ -189,9 +197,8 @@ class RunPlan:
         return self.resident_kv + self.streamed_kv + self.disk_kv
 
     def round_bytes(self, sequences: int) -> int:
-        """What a round of so many sequences takes while it lasts; or, before a sequence's first one for which anything
-        is drafted, activations of the draft, which reads the end of the text while the retrieval cache is not there
-        yet."""
+        """Temporary bytes of a round of this number of sequences. Before a sequence's first round with drafts, these
+        may be the activations of the draft, which reads the end of the text while there is no retrieval cache yet."""
         drafting = _draft_activation_bytes(self.request) - self.retrieval // self.request.sequences
         return max(self._step(sequences), drafting if self.budget else 0)
 
@@ -200,18 +207,18 @@ class RunPlan:
 
     @property
     def step(self) -> int:
-        """What a round takes, of all that are then decoded together: activations, logits, distributions, chunks that
-        are copied."""
+        """Temporary bytes of a round of all sequences together: activations, logits, distributions, chunks that are
+        copied."""
         return self._step(self.request.sequences + self.request.beside)
 
     @property
     def decoding(self) -> int:
-        """The most that rounds take beside what lasts: retrieval caches, attention mass, and a pass."""
+        """The maximum bytes of decoding beside the lasting ones: retrieval caches, attention mass, and a pass."""
         return self.retrieval + self.mass + self.round_bytes(self.request.sequences + self.request.beside)
 
     @property
     def captured(self) -> int:
-        """What passes have that a CPU captured, whole or in pieces; on a GPU it is a part of the reserve."""
+        """The bytes of passes that a CPU captured, whole or in pieces. On a GPU, they are a part of the reserve."""
         request = self.request
         if request.on_gpu or request.gpus > 1:
             return 0
@@ -221,14 +228,14 @@ class RunPlan:
         return whole + (0 if request.part.linear else self._captured_in_pieces())
 
     def _captured_in_pieces(self) -> int:
-        """Of those, what is of a CPU's passes in pieces."""
+        """The part of `captured` for passes in pieces."""
         request = self.request
         most, of_row = min(CpuCapture.pieces_rows, request.sequences + request.beside), _kept_row(request, request.part)
         return pieces_bytes(request.target, request.dtype, of_row, CpuCapture, most * (most + 1) // 2)
 
     def _captured_row(self, part: ModelConfig) -> int:
-        """What a row of a whole pass has that a CPU captured: its token, slot, step and rotation; what is computed on
-        the way, towards the sinks of a draft once more; and logits, which are rounded first."""
+        """Bytes per row of a whole pass that a CPU captured: its token, slot, step and rotation; intermediate results,
+        and those of attention to a draft's sinks; and logits, which are rounded first."""
         request, item = self.request, self.request.dtype.itemsize
         given = 3 * 8 + rope_bytes(part, 1)
         sinks = part.num_heads * (part.head_dim * item + (part.head_dim + 2) * 4)
@@ -236,19 +243,19 @@ class RunPlan:
         return given + _kept_row(request, part) + sinks + part.hidden_size * item + logits
 
     def _captured_rows(self, most_tokens: float = math.inf) -> tuple[int, int]:
-        """Rows of a sequence's whole passes that are captured, those of the target over its retrieval cache and those
-        of the draft: of the target up to the longest one, and of all shorter ones."""
+        """The total rows of the captured whole passes of a sequence: of the target over its retrieval cache, and of the
+        draft. The target has a captured pass of each length, up to the longest."""
         request = self.request
         rows = int(min(self.retrieval_draft.longest + 2, most_tokens)) if self.budget else 0
-        if request.part.linear:  # passes with states are not captured, nor those of what reads hidden states
+        if request.part.linear:  # passes with states are not captured, nor those of a head that reads hidden states
             small = request.small
             return 0, rows if small and not (small.linear or small.is_head) else 0
         return rows * (rows + 1) // 2, rows
 
     @property
     def reading(self) -> int:
-        """The most that a prefill takes beside what lasts: that of the text comes before anything is decoded, that of
-        a further sequence's own tokens beside the others, and in slices between their rounds."""
+        """The maximum bytes of a prefill beside the lasting ones. The prefill of the text comes before decoding. The
+        prefill of a further sequence's own tokens comes beside the other sequences, in slices between their rounds."""
         request = self.request
         if request.beside:
             mass = _mass_bytes(request, self.placement, RECENT_ROWS - 1) if self.budget else 0
@@ -260,7 +267,7 @@ class RunPlan:
         return max(self.prefill, others + max(further, between + self.round_bytes(request.sequences - 1)))
 
     def prefill_of(self, start: int, stop: int) -> int:
-        """What the end of a prompt takes beside what lasts, its tokens from `start` to `stop`, by `prefill`'s parts."""
+        """Like `prefill`, but for the end of a prompt: its tokens from `start` to `stop`."""
         request, tokens = self.request, stop - start
         whole = _activation_bytes(request, request.own)
         found = self.prefill - whole + _activation_bytes(replace(request, context=stop), tokens)
@@ -269,14 +276,14 @@ class RunPlan:
         return found
 
     def reads_beside_drafting(self, start: int, stop: int) -> bool:
-        """Whether the end of a prompt can be read, by target and draft, while the retrieval cache is there, in the
-        memory that is planned for one after the other. Args: see `prefill_of`."""
+        """Whether target and draft can read the end of a prompt while the retrieval cache is kept, within the memory
+        that is planned for prefill and decoding one after the other. Args: see `prefill_of`."""
         passing = max(self.prefill_of(start, stop), self.mass + _draft_activation_bytes(self.request))
         return self.retrieval // self.request.sequences + passing <= max(self.decoding, self.reading)
 
     @property
     def working(self) -> int:
-        """The most that is held beside weights and full cache."""
+        """The maximum bytes beside weights and full cache."""
         lasting = (
             self.ring + self.open_stretches + self.windows + self.states + self.rope + self.draft_kv + self.scratch
         )
@@ -284,17 +291,18 @@ class RunPlan:
 
     @property
     def cuda_context(self) -> int:
+        """Bytes of the CUDA context; 0 if the CPU computes."""
         return CUDA_CONTEXT if self.request.on_gpu else 0
 
     @property
     def reserve(self) -> int:
-        """What stays free on a GPU."""
+        """The bytes that stay free on a GPU."""
         return sum(self.reserve_parts.values())
 
     @property
     def reserve_parts(self) -> dict[str, int]:
-        """What that is for: `workspaces` of cuBLAS, `nccl`'s buffers, outputs and temporaries of captured passes
-        (`graphs`), and `fragmentation`. Nothing where the CPU computes."""
+        """The reserve by its use: `workspaces` of cuBLAS, buffers of `nccl`, outputs and temporaries of captured passes
+        (`graphs`), and `fragmentation`. Empty if the CPU computes."""
         request = self.request
         if not request.on_gpu:
             return {}
@@ -302,7 +310,7 @@ class RunPlan:
         of_target, of_draft = self._captured_rows()
         logits = 4 * request.target.vocab_size * (of_target + of_draft)
         sequences = request.sequences + request.beside
-        times = 1 if sequences == 1 else sequences * (1 + JOINED)  # each one's own, and those of several
+        times = 1 if sequences == 1 else sequences * (1 + JOINED)  # passes of each sequence, and of several together
         of_row = _row_bytes(request, request.part)
         graphs = times * (logits + (rows * of_row if of_target else 0))
         if request.gpus == 1 and not request.part.linear:
@@ -311,29 +319,31 @@ class RunPlan:
 
     @property
     def device_total(self) -> int:
-        """The most that the rank's GPU must have; 0 where the CPU computes."""
+        """The bytes that the rank's GPU needs, with the reserve; 0 if the CPU computes."""
         if not self.request.on_gpu:
             return 0
         return self.weights + self.resident_kv + self.working + self.cuda_context + self.reserve
 
     @property
     def device_needed(self) -> int:
-        """What the rank's GPU must have for the run to begin: what is set by hand may take the reserve."""
+        """The bytes that the rank's GPU needs for the run to begin. If `--resident` is set by hand, the resident blocks
+        may take the reserve."""
         return self.device_total - (self.reserve if self.request.settings.resident is not None else 0)
 
     @property
     def host_total(self) -> int:
-        """What the host must have for the rank."""
+        """The bytes of host memory that the rank needs."""
         kept = self.embedding + self.streamed_kv + self.spare + self.staging + self.index + self.kept_states
         everywhere = kept + self.request.process_bytes
         return everywhere if self.request.on_gpu else everywhere + self.weights + self.resident_kv + self.working
 
     @property
     def fits(self) -> bool:
+        """Whether all memory of the plan is available."""
         return not self.shortages()
 
     def shortages(self) -> list[Shortage]:
-        """Memory that does not suffice."""
+        """The kinds of memory of which there is too little; empty if the plan fits."""
         request, found = self.request, []
         if request.gpu_bytes is not None and self.device_needed > request.gpu_bytes:
             found.append(Shortage("GPU memory", self.device_needed, request.gpu_bytes))
@@ -346,8 +356,10 @@ class RunPlan:
         return found
 
     def check(self) -> None:
-        """Raises:
-        CapacityError: there is not so much memory; the message gives the parts and a remedy.
+        """Checks that the plan fits.
+
+        Raises:
+            CapacityError: there is too little memory. The message has the parts and a remedy.
         """
         for shortage in self.shortages():
             raise CapacityError(self._explained(shortage))
@@ -358,13 +370,13 @@ class RunPlan:
         by_itself = replace(request, settings=replace(request.settings, resident=None))
         by_hand = request.settings.resident is not None and make_plan(by_itself).fits
         if by_hand:
-            remedy = "lower --resident, or leave what stays on the GPU to the planner (--resident auto)"
+            remedy = "lower --resident, or let the planner choose (--resident auto)"
         elif fitting := largest_context(request):
             remedy = f"about {fitting:,} tokens would fit: shorten the prompt (--truncate) or free memory"
         else:
             remedy = "free memory or choose a smaller model"
         if shortage.where == "GPU memory" and not by_hand:
-            remedy = f"the least that works is {least_gpu_memory(by_itself):.2f} GiB{per_rank}; {remedy}"
+            remedy = f"the minimum is {least_gpu_memory(by_itself):.2f} GiB{per_rank}; {remedy}"
         if shortage.where == "disk space":
             parts = "the part of the KV cache that exceeds host memory"
         elif shortage.where == "host memory":
@@ -399,9 +411,10 @@ class RunPlan:
 
 @dataclass(frozen=True)
 class Shortage:
-    """Too little memory of one kind, in bytes for each rank."""
+    """A kind of memory of which there is too little. Bytes are for each rank."""
 
     where: str
+    """`GPU memory`, `host memory`, `memory` (if the CPU computes) or `disk space`."""
     needed: int
     available: int
 
@@ -409,10 +422,10 @@ class Shortage:
 def make_plan(request: RunRequest, placement: Placement | None = None) -> RunPlan:
     """Plans a run.
 
-    Args: `placement` is of a full cache that is there, and stays as it is; `None`: one is to be made.
+    Args: `placement` is that of an existing full cache, which stays as it is; `None`: a new cache is planned.
 
     Raises:
-        UsageError: so many ranks cannot share the model's heads.
+        UsageError: this number of ranks cannot share the model's heads.
     """
     settings, part, limits = request.settings, request.part, request.limits
     kept, in_layer = part.full_layers, request.layer_token_bytes
@@ -434,7 +447,7 @@ def make_plan(request: RunRequest, placement: Placement | None = None) -> RunPla
         away = placement.num_host + placement.num_disk
 
         def room_for(packed: int) -> int:
-            """For those of so many blocks of each layer that do not fit into their slots."""
+            """Bytes for blocks that do not fit into their slots, if each layer has `packed` blocks."""
             count = math.ceil(UNPACKED_SHARE * packed * kept.num_layers) if placement.packed else 0
             return count * block // kept.num_layers
 
@@ -445,7 +458,7 @@ def make_plan(request: RunRequest, placement: Placement | None = None) -> RunPla
         verify_draft = _verify_draft(request, placement)
         tail = _tail(request, verify_draft) if budget else 0
         mass, shorter = _mass_bytes(request, placement, verify_draft.longest), verify_draft.longest
-        if request.sequences > 1:  # whose rows are not more in all
+        if request.sequences > 1:  # all their rows together are at most those of a step
             shorter = min(shorter, STEP_ROWS // request.sequences)
         tails = (request.sequences - 1) * TAIL_TOKENS * token_bytes
         rows = _state_rows(verify_draft, _retrieval_draft(settings), drafts=budget > 0)
@@ -496,7 +509,7 @@ def make_plan(request: RunRequest, placement: Placement | None = None) -> RunPla
         return plan(replace(place, num_disk=min(num_disk, place.num_host), num_spare=0 if num_disk else spare))
 
     def within_host_memory(found: RunPlan) -> RunPlan:
-        """`found`, with as little spare, or as much of its cache on a disk, as host memory asks for."""
+        """`found`, with less spare room, or with blocks on a disk, if it does not fit into host memory otherwise."""
         if request.host_bytes is None:
             return found
         whole = request.host_bytes // request.ranks_per_host
@@ -509,11 +522,11 @@ def make_plan(request: RunRequest, placement: Placement | None = None) -> RunPla
             return found
         if not (found.placement.streams or not request.on_gpu):
             return found
-        if not found.placement.streams:  # where the CPU computes: what is not resident is on the disk
+        if not found.placement.streams:  # the CPU computes: all blocks that are not resident are on the disk
             everything, packed = found.placement.capacity, request.packs(on_disk=True)
             bare = streamed(0.0, everything, packed=packed)
             if packed and bare.host_total > room and settings.pack == "auto":
-                packed, bare = False, streamed(0.0, everything, packed=False)  # which takes less besides
+                packed, bare = False, streamed(0.0, everything, packed=False)  # it takes less other memory
             return streamed(max(0, room - bare.host_total), everything, packed=packed)
         place = found.placement
         one = plan(replace(place, num_disk=min(1, place.num_host)))
@@ -537,14 +550,16 @@ def make_plan(request: RunRequest, placement: Placement | None = None) -> RunPla
 
 
 def left_free(gpu_bytes: int, gpus: int) -> dict[str, int]:
-    """What every run leaves free on each of so many GPUs with so much memory; see `RunPlan.reserve_parts`."""
+    """The bytes that every run leaves free on each of `gpus` GPUs with `gpu_bytes` of memory, by use; see
+    `RunPlan.reserve_parts`."""
     fragmentation = int(FRAGMENTED * gpu_bytes)
     return {"workspaces": 4 * WORKSPACE, "nccl": NCCL_BUFFERS if gpus > 1 else 0, "fragmentation": fragmentation}
 
 
 def planned_budget(settings: Settings, context: int) -> int:
-    """Tokens of the retrieval cache: as set, else about 3 % of the context, from 256 to 4,096 (the published setting
-    for one card with everything resident), in whole chunks; at most the context, and 0 with one tier."""
+    """The number of tokens in the retrieval cache: as set by hand; else about 3 % of the context, from 256 to 4,096
+    (the published setting for one card with everything resident), in whole chunks. At most the context; 0 with one
+    tier."""
     if settings.tiers == 1:
         return 0
     chunk_size = settings.planned_chunk_size
@@ -553,14 +568,14 @@ def planned_budget(settings: Settings, context: int) -> int:
 
 
 def largest_context(request: RunRequest) -> int:
-    """The most tokens, up to those of the request, whose plan fits; 0 if not even one does."""
+    """The maximum context in tokens whose plan fits, up to that of the request; 0 if no context fits."""
     shared = request.shared
     own = largest_whole(request.own, lambda tokens: make_plan(replace(request, context=shared + tokens)).fits)
     return shared + own if own else 0
 
 
 def least_gpu_memory(request: RunRequest) -> float:
-    """The least memory of each GPU that the run may take for its plan to fit there, in hundredths of a GiB."""
+    """The minimum GPU memory in GiB with which the plan fits, for each GPU, in steps of 0.01 GiB."""
 
     def lacks(hundredths: int) -> bool:
         free = hundredths * 2**30 // 100
@@ -574,7 +589,8 @@ def least_gpu_memory(request: RunRequest) -> float:
 
 
 def largest_whole(most: int, works: Callable[[int], bool]) -> int:
-    """The largest number from 1 to `most` that works, if every smaller one does too; 0 for none."""
+    """The largest number from 1 to `most` for which `works` is true; 0 if there is none. If a number works, all smaller
+    ones must work too."""
     least = 0
     while least < most:
         middle = (least + most + 1) // 2
@@ -586,7 +602,7 @@ def largest_whole(most: int, works: Callable[[int], bool]) -> int:
 
 
 def _state_bytes(linear: LinearAttention | None, dtype: torch.dtype, states: int, rows: int) -> int:
-    """Of so many states of each layer, and what is kept of so many tokens."""
+    """Bytes of `states` states of each layer, and of the rows that are kept for `rows` tokens."""
     return states * linear.state_bytes(dtype) + rows * linear.row_bytes(dtype) if linear else 0
 
 
@@ -610,14 +626,15 @@ def _retrieval_draft(settings: Settings) -> DraftTokens:
 
 
 def _tail_ahead(verify: DraftTokens, retrieval: DraftTokens) -> int:
-    """See `RunPlan.tail_ahead`: the tokens of a round, then a draft, and twice the rows of a pass that tests some of
-    it, of which those beyond a sequence's own are dropped."""
+    """See `RunPlan.tail_ahead`: the tokens of a round, then a draft, and twice the rows of a pass that tests a part of
+    the draft. Rows beyond a sequence's own are dropped."""
     return verify.longest + 1 + verify.longest + 2 * (retrieval.longest + 1)
 
 
 def _tail(request: RunRequest, verify: DraftTokens) -> int:
-    """Tokens behind the chunks of a retrieval cache: those of the rounds until chunks are chosen anew, all of them
-    accepted, and `_tail_ahead`. The rounds are as many as `--refresh` says, or `TAIL_ROUNDS`."""
+    """The tokens for which a retrieval cache has room after its chunks: those of the rounds until chunks are chosen
+    again, with all draft tokens accepted, and `_tail_ahead`. `--refresh` gives the number of rounds, or it is
+    `TAIL_ROUNDS`."""
     settings = request.settings
     refresh = refresh_mode(settings.refresh)
     rounds = refresh if isinstance(refresh, int) else TAIL_ROUNDS
@@ -628,16 +645,16 @@ def _tail(request: RunRequest, verify: DraftTokens) -> int:
 
 
 def _mass_bytes(request: RunRequest, placement: Placement, draft_tokens: int) -> int:
-    """The attention mass of all chunks (float32); and what a pass in which so many draft tokens are verified at most
-    computes it from in one layer: the shares of every query head (float32), by block and joined. An open stretch
-    has them for all of its room, a layer with a sliding window for all of its blocks, and those of a prefill's last
-    rows stay."""
+    """Bytes of the attention mass of all chunks (float32), and of the shares from which a pass computes it in one
+    layer. The pass verifies at most `draft_tokens` draft tokens. Every query head has shares (float32), by block and
+    joined. An open stretch has shares for all of its room, and a layer with a sliding window for all of its blocks. The
+    shares of a prefill's last rows stay."""
     part, verified, chunk_size = request.part, draft_tokens + 1, request.settings.planned_chunk_size
     chunks = _num_chunks(request, placement)
     mass = part.kv_layers * part.num_kv_heads * chunks * 4
     room = max(0, placement.open_tokens - placement.block_size) // chunk_size
     own, others = max(chunks + room, _window_keys(request, placement) // chunk_size), chunks
-    if request.sequences + request.beside > 1:  # whose passes together have shares of their own
+    if request.sequences + request.beside > 1:  # passes over several sequences have shares of their own
         others += room
     return mass + part.num_heads * max(verified, RECENT_ROWS) * (own + others) * 4
 
@@ -647,14 +664,15 @@ def _num_chunks(request: RunRequest, placement: Placement) -> int:
 
 
 def _hidden_bytes(request: RunRequest, tokens: int) -> int:
-    """Hidden states of the tokens, of `tokens`, that are read together."""
+    """Bytes of the hidden states of those of `tokens` tokens that are read together."""
     tiling = request.limits.tiling
     together = min(tiling.prefill_tokens + tiling.prefill_rows, tokens)
     return together * request.part.hidden_size * request.dtype.itemsize
 
 
 def _activation_bytes(request: RunRequest, tokens: int) -> int:
-    """Those, and the largest tile of rows inside a layer. The tokens are the last of the context."""
+    """`_hidden_bytes`, and the bytes of the largest tile of rows inside a layer. The tokens are the last `tokens` of
+    the context."""
     tiling = request.limits.tiling
     rows = tiling.prefill_rows if tiling.whole(request.context) > request.context - tokens else tiling.tail_rows
     expanded = request.matrices.expansion_bytes(request.dtype, is_step=False)
@@ -665,9 +683,9 @@ def _activation_bytes(request: RunRequest, tokens: int) -> int:
 
 
 def _states_bytes(request: RunRequest, linear: LinearAttention | None, rows: int) -> int:
-    """While so many rows advance the states of a layer, what goes in, twice, and what is read; and in float32 what some
-    of them are computed with: what the convolution gives; of each value head keys, queries and values, as they are and
-    as they fade, products within chunks, and results."""
+    """Temporary bytes while `rows` rows advance the states of a layer: the inputs, twice, and the outputs. Then, in
+    float32 and for the rows that are computed together: the result of the convolution; and for each value head keys,
+    queries and values, with and without decay, products within chunks, and results."""
     if linear is None:
         return 0
     row = (2 * linear.channels + 3 * linear.values + 2 * linear.value_heads) * request.dtype.itemsize
@@ -676,12 +694,14 @@ def _states_bytes(request: RunRequest, linear: LinearAttention | None, rows: int
 
 
 def _window_workspace(request: RunRequest, rows: int) -> int:
-    """Keys and values of what so many rows see in a layer with a sliding window that keeps the last tokens only."""
+    """Bytes of the keys and values that `rows` rows see in a layer with a sliding window that keeps the last tokens
+    only."""
     return _seen_in_windows(request, rows) * request.layer_token_bytes
 
 
 def _window_keys(request: RunRequest, placement: Placement) -> int:
-    """Those that a layer with such a window attends to at once at most: whole blocks, however short the context."""
+    """The maximum number of keys that a layer with a kept window attends to at once: whole blocks, also for a short
+    context."""
     if not request.part.kept_windows:
         return 0
     _, size = window_blocks(0, request.settings.planned_chunk_size, request.limits)
@@ -690,7 +710,8 @@ def _window_keys(request: RunRequest, placement: Placement) -> int:
 
 
 def _seen_in_windows(request: RunRequest, rows: int) -> int:
-    """Tokens that so many rows see in such a layer, with whole blocks at both ends; 0 without any."""
+    """The number of tokens that `rows` rows see in a layer with a kept window, with whole blocks at both ends; 0 if
+    there is no such layer."""
     window = max(request.part.kept_windows.values(), default=0)
     if not window:
         return 0
@@ -699,47 +720,47 @@ def _seen_in_windows(request: RunRequest, rows: int) -> int:
 
 
 def _draft_activation_bytes(request: RunRequest) -> int:
-    """Of the draft, which each rank has all of, over the end of the text."""
+    """Bytes of the activations of the draft while it reads the end of the text. Each rank has the whole draft."""
     small, matrices = request.small, request.small_matrices
     if small is None or matrices is None:
         return 0
     tokens = min(request.context, streaming_prefill(small.num_layers))
     rows = min(max(request.limits.tiling.prefill_rows, STEP_ROWS), tokens)
-    hidden = tokens * small.hidden_size * request.dtype.itemsize * (6 if small.is_head else 1)  # what goes into it, too
+    hidden = tokens * small.hidden_size * request.dtype.itemsize * (6 if small.is_head else 1)  # with its inputs
     hidden += matrices.expansion_bytes(request.dtype, is_step=False)
     inside = max(rows * _row_bytes(request, small), _states_bytes(request, small.linear, rows))
     return hidden + inside
 
 
 def _joined_bytes(request: RunRequest) -> int:
-    """Pieces of a layer, and the layer that they are copied into, as flash kernels want it."""
+    """Bytes of the pieces of a layer, and of the whole layer into which they are copied for flash attention."""
     return 2 * request.context * request.layer_token_bytes
 
 
 def _further_prefill_bytes(request: RunRequest, *, streams: bool) -> tuple[int, int]:
-    """Of the tokens that a further sequence over the same text has of its own, in a slice and between two."""
+    """Bytes for reading the own tokens of a further sequence over the same text: in a slice, and between two slices."""
     prefix = request.context * request.layer_token_bytes if streams else 0
     within = prefix + _activation_bytes(request, TAIL_TOKENS) + _joined_bytes(request)
     return within, prefix + _hidden_bytes(request, TAIL_TOKENS)
 
 
 def _row_bytes(request: RunRequest, part: ModelConfig) -> int:
-    """Of a row inside a layer of such a model at most: its gate, up, their product and the result of the MLP; or its
-    query with what gates the result, key and value, the normed query and key, and beside these the rotated query and
-    results in float32, or what is gated: the result, its gate, the sigmoid of that and their product. But for a CPU's
-    kernels, two results are merged into a third."""
+    """The maximum bytes of a row inside a layer of a model. In the MLP: gate, up, their product and the result. In
+    attention: the query with its output gate, key and value, the normed query and key. Beside these: the rotated query
+    and results in float32, or, for the output gate, the result, its gate, the gate's sigmoid and their product. Except
+    in a CPU's kernels, two results are merged into a third."""
     item = request.dtype.itemsize
     mlp = (3 * part.intermediate_size + part.hidden_size) * item
     if part.experts:  # the normed row, its probabilities in order, and results of experts and their sum in float32
         mlp += part.hidden_size * (2 * item + 3 * 4) + part.experts.count * (3 * 4 + 8) + part.experts.used * 5 * 8
     if part.experts and request.makes_numbers and part.quantisation:
-        # In one call: for each of its experts what goes in, comes out and is between, and what is laid out for tiles,
-        # which may be twice as many rows.
+        # In one call, for each of the row's experts: inputs, outputs and intermediate results, and copies in the layout
+        # of tiles, which may have twice as many rows.
         mlp += part.experts.used * (4 * part.hidden_size + 5 * part.intermediate_size) * item
     if part.experts and part.experts.shared_width:
         mlp += (3 * part.experts.shared_width + 2 * part.hidden_size) * item
     linear = part.linear
-    if linear:  # what went in; what was read, with its gate, the norm of that, and two in float32 on the way
+    if linear:  # the inputs; the outputs with their gate and norm; and two temporaries in float32
         mlp = max(mlp, (linear.channels + 5 * linear.values + 2 * linear.value_heads) * item + 8 * linear.values)
     heads, gates = part.num_heads, part.num_heads * part.output_gate
     norms = (heads + part.num_kv_heads) * part.qk_norm
@@ -750,23 +771,24 @@ def _row_bytes(request: RunRequest, part: ModelConfig) -> int:
 
 
 def _partial_bytes(request: RunRequest, rows: int) -> int:
-    """Partial results of the attention of so few rows in a layer."""
+    """Bytes of the partial results of attention in a layer, for a pass of few rows."""
     part, splits = request.part, -(-request.context // KEYS_PER_SPLIT)
     return min(MOST_PARTS, splits * rows * part.num_heads * (part.head_dim + 2) * 4)
 
 
 def _kept_row(request: RunRequest, part: ModelConfig) -> int:
-    """What a row inside a layer has of a pass that a CPU captured. An MLP that is no kernel is activated row by row,
-    and does not use attention's memory again."""
+    """Bytes of a row inside a layer, in a pass that a CPU captured. An MLP without a kernel of its own is activated row
+    by row, and does not reuse the memory of attention."""
     mlp = 4 * (part.intermediate_size + part.hidden_size) * request.dtype.itemsize
     return _row_bytes(request, part) + (0 if part.activation == "silu" else mlp)
 
 
 def _step_bytes(request: RunRequest, placement: Placement, draft_tokens: int, sequences: int) -> int:
-    """Of a round of so many sequences, each with up to so many draft tokens, the most that one of three things takes:
-    beside the distributions of what was drafted, a layer of the verification with partial results of its attention; or
-    logits, the distributions they become, and what some rows take while they become that; where chunks are chosen anew,
-    their mass in all layers, and some on their way to the cache."""
+    """Temporary bytes of a round of `sequences` sequences, each with at most `draft_tokens` draft tokens. They are the
+    maximum of three sizes. (1) The distributions of the draft tokens, and a layer of the verification with partial
+    results of its attention. (2) The distributions of the draft tokens, logits, their distributions, and temporaries of
+    the rows that are sampled together. (3) If chunks are chosen again, their mass in all layers, and chunks on their
+    way to the cache."""
     part, vocab = request.part, request.target.vocab_size
     if sequences > 1:
         draft_tokens = min(draft_tokens, max(0, STEP_ROWS // sequences - 2))  # see `DraftControl.choose_lengths`
@@ -776,7 +798,7 @@ def _step_bytes(request: RunRequest, placement: Placement, draft_tokens: int, se
         models = [request.matrices, *([request.small_matrices] if request.small_matrices else [])]
         layer += max(one.expansion_bytes(request.dtype, is_step=True) for one in models)
     together = min(rows, max(1, (GPU_NUMBERS if request.on_gpu else CPU_NUMBERS) // vocab))
-    sampling = 4 * vocab * (2 * rows + max(SORTING * together, draft_tokens + 1))  # the second of what is logged
+    sampling = 4 * vocab * (2 * rows + max(SORTING * together, draft_tokens + 1))  # the second: log probabilities
     drafted = 4 * vocab * sequences * draft_tokens
     mass = part.kv_layers * part.num_kv_heads * _num_chunks(request, placement) * 4
     choosing = mass + COPIED * request.layer_token_bytes if request.settings.tiers > 1 else 0
@@ -784,8 +806,9 @@ def _step_bytes(request: RunRequest, placement: Placement, draft_tokens: int, se
 
 
 def _scratch_bytes(request: RunRequest, placement: Placement, retrieved: int) -> int:
-    """Of the full caches, the retrieval caches and the draft's, and of passes over several full caches together, where
-    a GPU runs no kernels of this project: passes over few rows, and in float32 a prefill."""
+    """Bytes of the scratch buffers of attention on a GPU: of full caches, retrieval caches and the draft's caches, and
+    of passes over several full caches together. Without kernels of this project, passes over few rows need them. In
+    float32, a prefill needs them."""
     if not request.on_gpu:
         return 0
     part, small, dtype = request.part, request.small, request.dtype
@@ -795,10 +818,10 @@ def _scratch_bytes(request: RunRequest, placement: Placement, retrieved: int) ->
         return 0 if request.kernels else scratch_bytes(*heads, keys, head_dim, dtype, is_step=True)
 
     block, piece = placement.block_size, max(placement.block_size * placement.together, placement.open_tokens)
-    if part.kept_windows:  # whose layers have blocks of their own
+    if part.kept_windows:  # layers with kept windows have blocks of their own
         _, size = window_blocks(0, request.settings.planned_chunk_size, request.limits)
         block, piece = max(block, size), max(piece, size)
-    chunks = piece // request.settings.planned_chunk_size if retrieved else 0  # of which it has the mass by tiles
+    chunks = piece // request.settings.planned_chunk_size if retrieved else 0  # their mass is held by tiles
     own = few(piece) + (0 if request.kernels else 4 * part.num_heads * TILE_ROWS * chunks)
     many = scratch_bytes(*target, block, part.head_dim, dtype, is_step=False) if dtype.itemsize > 2 else 0
     draft = few(STREAMING_POSITIONS, (small.num_heads, small.num_kv_heads), small.head_dim) if small else 0

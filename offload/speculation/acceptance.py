@@ -1,9 +1,9 @@
-"""The acceptance rule of speculative sampling: use drafted tokens without changing the target's distribution.
+"""The acceptance rule of speculative sampling: uses draft tokens without changing the target's distribution.
 
-One function, used at both levels, for one sequence and for several. With fresh noise the rule is that of Leviathan et
-al. (arXiv 2211.17192) and Chen et al. (arXiv 2302.01318). With common noise (see `noise`) the target draws at every
-position, and a drafted token is accepted where it is what the target draws: what is emitted is then the target's own
-draws, whatever was drafted.
+One function is used for both levels, for one sequence and for several. With fresh noise, the rule is that of Leviathan
+et al. (arXiv 2211.17192) and Chen et al. (arXiv 2302.01318). With common noise (see `noise`), the target draws a token
+at every position. A draft token is accepted if it equals the target's token. So the emitted tokens are the target's own
+draws, for any draft.
 """
 
 from __future__ import annotations
@@ -27,27 +27,28 @@ def accept(
     positions: Sequence[int],
     logits: Tensor | None = None,
 ) -> tuple[list[tuple[int, int]], list[list[float]]]:
-    """Accepts some of the tokens proposed for each sequence and draws the token that follows them. Waits for the device
-    once; where some sequences have fresh noise and a draft, and others do not, once more for each of these.
+    """Accepts some of the tokens proposed for each sequence, and draws the token that follows them. Waits for the
+    device once. If some sequences have fresh noise and a draft and others do not, it waits once more for each of the
+    others.
 
-    A sequence's accepted tokens followed by the returned one are distributed exactly as if drawn one by one from its
-    rows of `target`, provided token `i` of the proposed was drawn from row `i` of its draft; with common noise whatever
-    was proposed.
+    A sequence's accepted tokens and the next token are distributed exactly as if they were drawn one by one from its
+    rows of `target`. With fresh noise, proposed token `i` must have been drawn from row `i` of its draft. With common
+    noise, any tokens may be proposed.
 
     Args:
-        proposed: of each sequence `n` draft tokens, `n >= 0`.
-        drafts: of each sequence `[n, vocab]`, the distributions they were drawn from; `None` without tokens.
-        target: of each sequence, one after another, `[n + 1, vocab]`: the target's distribution after each number of
+        proposed: for each sequence, `n` draft tokens, `n >= 0`.
+        drafts: for each sequence, `[n, vocab]`: the distributions from which they were drawn; `None` without tokens.
+        target: for each sequence, one after another, `[n + 1, vocab]`: the target's distribution after each number of
             proposed tokens, 0 to `n`.
-        samplers: of each sequence.
-        positions: of each sequence, that of the first proposed token in the text.
-        logits: `[rows, vocab]`, what `target` was made of, where accepted tokens are to be rated.
+        samplers: one for each sequence.
+        positions: for each sequence, the position of the first proposed token in the text.
+        logits: `[rows, vocab]`, from which `target` was made, if certainties are needed.
 
     Returns:
-        Of each sequence the number of accepted tokens, 0 to `n`, and the next token: the target's draw at the first
-        rejection (with fresh noise from the residual), or from its last row when all are accepted. And of each sequence
-        how sure `logits` are (`distribution.certainties`) of its accepted tokens and of the next one; nothing without
-        them. A next token is below 0 where its distribution holds NaN.
+        For each sequence, the number of accepted tokens, 0 to `n`, and the next token. The next token is the target's
+        draw at the first rejection (with fresh noise, from the residual), or from the last row if all tokens are
+        accepted. It is below 0 if its distribution holds NaN. Then, for each sequence, the certainties
+        (`distribution.certainties`) of its accepted tokens and of the next one; empty without `logits`.
     """
     rows = [len(tokens) + 1 for tokens in proposed]
     by_ratio = [isinstance(s.noise, FreshNoise) and n > 1 for s, n in zip(samplers, rows, strict=True)]
@@ -78,7 +79,7 @@ def _accept_mixed(
     logits: Tensor | None,
     by_ratio: Sequence[bool],
 ) -> tuple[list[tuple[int, int]], list[list[float]]]:
-    """`accept` where some sequences, those of `by_ratio`, are tested with fresh noise."""
+    """`accept` if some sequences, those of `by_ratio`, are tested by the rule of fresh noise."""
     outcomes: list[tuple[int, int]] = [(0, 0)] * len(proposed)
     ratings: list[list[float]] = [[]] * len(proposed)
     found = []
@@ -119,9 +120,9 @@ def _accept_by_ratio(proposed: Tensor, draft: Tensor, target: Tensor, noise: Fre
 
 
 def residual(target: Tensor, draft: Tensor) -> Tensor:
-    """What the token after a rejection is drawn from, `[..., vocab]`: proportional to `max(target - draft, 0)`.
+    """The weights `[..., vocab]` from which the token after a rejection is drawn: `max(target - draft, 0)`.
 
-    Where the two are equal to the last bit, that is 0 everywhere and `target` is returned: a rejection then has
+    If the two are equal to the last bit, this is 0 everywhere, and `target` is returned. A rejection then has
     probability 0, rounding aside.
     """
     rest = (target - draft).clamp_(min=0.0)

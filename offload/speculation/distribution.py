@@ -1,4 +1,4 @@
-"""From logits to the distribution that a token is drawn from, the same for every tier.
+"""Turns logits into the distribution from which a token is drawn, in the same way for every tier.
 
 The order and the meaning of the filters are those of `transformers`: temperature, top-k, top-p, min-p.
 """
@@ -16,27 +16,27 @@ from ...tp.errors import ModelError
 from .sampling import Sampling, TokenLogprobs
 
 _LIKELY = 256
-"""The most likely tokens, which nearly always reach top-p together: finding so many takes a tenth of the time that
-sorting 4,096 takes."""
+"""The number of most likely tokens that are looked for first. They nearly always reach top-p together. Finding them
+takes a tenth of the time of sorting 4,096."""
 
 CPU_NUMBERS, GPU_NUMBERS = 2**15, 2**20
-"""Numbers of rows `[n, vocab]` that are computed together: as many as stay in a CPU's cache, and as take, with what is
-computed from them, some tens of MB of a GPU's memory."""
+"""How many numbers of rows `[n, vocab]` are computed together. On a CPU, they stay in its cache. On a GPU, they take,
+with all that is computed from them, some tens of MB of its memory."""
 
 SORTING = 11
-"""Times the float32 numbers of rows that are computed together: what their distributions take besides themselves while
-they are sorted. The sorted numbers and their places, and eight times as much that CUDA's stable sort of several rows
-takes meanwhile: rows and places as pairs, twice, and the sorted pairs' keys and buffers
+"""The memory for sorting distributions, besides the distributions: this many times the bytes of the float32 rows that
+are computed together. It holds the sorted numbers and their places. Eight times are for CUDA's stable sort of several
+rows: rows and places as pairs, twice, and the sorted pairs' keys and buffers
 (aten/src/ATen/native/cuda/SortStable.cu)."""
 
 _COLDEST, _HOTTEST = 1e-30, 1e30
-"""Temperatures beyond make no other distributions, and in float32 they would be 0 or infinite."""
+"""Limits of the temperature. Temperatures beyond give the same distributions, but would be 0 or infinite in float32."""
 
 
 def logprobs_of(logits: Tensor, tokens: Sequence[int], top: int) -> list[TokenLogprobs]:
-    """The logarithms for `tokens`, which were drawn from the rows of `logits` `[len(tokens), vocab]`.
+    """The log probabilities of `tokens`, which were drawn from the rows of `logits` `[len(tokens), vocab]`.
 
-    Args: `top` of the likeliest tokens are given, too.
+    Args: `top` is the number of likeliest tokens that are given too.
     """
     rows = logits.float().log_softmax(dim=-1)
     own = rows.gather(1, torch.tensor(tokens, device=rows.device).unsqueeze(1)).squeeze(1).tolist()
@@ -46,11 +46,12 @@ def logprobs_of(logits: Tensor, tokens: Sequence[int], top: int) -> list[TokenLo
 
 
 def distribution(logits: Tensor, sampling: Sampling, out: Tensor | None = None) -> Tensor:
-    """The distributions that `sampling` makes of `logits` `[n, vocab]`: rows of probabilities, float32; written to
-    `out`, where that is given.
+    """The distributions that `sampling` makes of `logits` `[n, vocab]`: rows of probabilities `[n, vocab]`, float32.
+    Written to `out`, if it is given.
 
-    Greedy gives probability 1 to the first of the largest logits. A row whose largest logit is not finite becomes NaN,
-    and a token drawn from it is below 0, see `check_finite`: checking here would wait for the device.
+    Greedy sampling gives probability 1 to the first of the largest logits. A row whose largest logit is not finite
+    becomes NaN. A token drawn from this row is below 0, and `check_finite` reports it; a check here would wait for the
+    device.
     """
     temperature = 0.0 if sampling.greedy else min(max(float(sampling.temperature), _COLDEST), _HOTTEST)
     if samples_compiled(logits):
@@ -73,7 +74,8 @@ def distribution(logits: Tensor, sampling: Sampling, out: Tensor | None = None) 
 
 
 def _scaled(logits: Tensor, temperature: float, top_k: int) -> Tensor:
-    """`logits` at a temperature, but for those that are not among the `top_k` largest of their row."""
+    """`logits` divided by a temperature. Those that are not among the `top_k` largest of their row become minus
+    infinity."""
     scaled = (logits - logits.amax(dim=-1, keepdim=True)).float().div_(temperature)
     if 0 < top_k < scaled.shape[-1]:
         smallest_kept = scaled.topk(top_k, dim=-1).values[:, -1:]
@@ -87,12 +89,12 @@ def rows_at_once(rows: Tensor) -> int:
 
 
 def certainties(logits: Tensor, tokens: Tensor) -> Tensor:
-    """How sure a model is of each of `tokens` `[n]`, by rows of `logits` `[n, vocab]`: the token's probability at
-    temperature 1, if it and its strongest rival were the only ones. 0.5 for a tie; 0 where it was drawn from NaN.
+    """The certainty of each of `tokens` `[n]`, from rows of `logits` `[n, vocab]`: the probability of the token at
+    temperature 1, if it and its strongest rival were the only tokens. 0.5 for a tie; 0 if the token was drawn from NaN.
 
-    Whether another tier accepts a token depends on that more than on its probability among all: greedy tokens of the
-    embedded pair's retrieval cache that are accepted have a higher certainty than rejected ones in 95 of 100 pairs of
-    one of each, a higher probability in 76 (novel, 3,000 tokens).
+    The certainty tells more about acceptance by another tier than the probability among all tokens does. This was
+    measured for greedy tokens of the embedded pair's retrieval cache, in pairs of an accepted and a rejected token. The
+    accepted token has the higher certainty in 95 of 100 pairs, and the higher probability in 76 (novel, 3,000 tokens).
     """
     drawn = tokens.clamp(min=0).unsqueeze(1)
     values, ids = logits.topk(2, dim=-1)
@@ -101,15 +103,15 @@ def certainties(logits: Tensor, tokens: Tensor) -> Tensor:
 
 
 def rounded_certainties(logits: Tensor, tokens: Tensor) -> Tensor:
-    """`certainties` as int64, to be brought to the host together with tokens."""
+    """`certainties` in millionths as int64, so that they can be copied to the host together with tokens."""
     if samples_compiled(logits):
         return certainties_compiled(logits, tokens)
     return (certainties(logits, tokens) * 1e6).long()
 
 
 def _cut_to_nucleus(probabilities: Tensor, top_p: float) -> None:
-    """Leaves of each row of `[n, vocab]` only the most likely tokens, as many as reach `top_p` together; they sum to
-    1."""
+    """Keeps only the most likely tokens of each row of `[n, vocab]`, as many as reach `top_p` together, and scales them
+    to sum to 1. In place."""
     ordered, order = _likeliest(probabilities, top_p)
     before = running_sum(ordered).sub_(ordered)
     kept = ordered.masked_fill_(before >= top_p, 0.0)
@@ -118,15 +120,16 @@ def _cut_to_nucleus(probabilities: Tensor, top_p: float) -> None:
 
 
 def _cut_to_likely(probabilities: Tensor, min_p: float) -> None:
-    """Leaves each row of `[n, vocab]` only tokens at least `min_p` times as likely as the likeliest; they sum to 1."""
+    """Keeps only the tokens of each row of `[n, vocab]` that are at least `min_p` times as likely as the likeliest, and
+    scales them to sum to 1. In place."""
     least = min_p * probabilities.amax(dim=-1, keepdim=True)
     probabilities.masked_fill_(probabilities < least, 0.0)
     probabilities /= probabilities.sum(dim=-1, keepdim=True)
 
 
 def running_sum(rows: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """`rows.cumsum(-1)`, the same each time it is computed: of a single row CUDA adds parts in the order in which they
-    are done, of several rows each one by itself."""
+    """`rows.cumsum(-1)` with reproducible rounding. For a single row, CUDA adds parts in the order in which they are
+    finished. Of several rows, it sums each row by itself."""
     if rows.device.type == "cuda" and rows.shape[0] == 1:
         return rows.expand(2, -1).contiguous().cumsum(dim=-1, dtype=dtype)[:1]
     return rows.cumsum(dim=-1, dtype=dtype)
@@ -137,9 +140,9 @@ def _likeliest(probabilities: Tensor, top_p: float) -> tuple[Tensor, Tensor]:
 
     Equally likely tokens come in the order of their ids, so that a row's nucleus does not depend on the rows beside it.
     """
-    if on_cpu(probabilities.device):  # on a GPU sorting is faster than bringing the sum to the host
+    if on_cpu(probabilities.device):  # on a GPU, sorting is faster than copying the sum to the host
         ordered, order = probabilities.topk(min(_LIKELY, probabilities.shape[-1]), dim=-1)
-        # Of tokens that are as likely as the last one, more may have been left out.
+        # Further tokens that are as likely as the last one may be missing, so these tokens are not counted.
         enough = ordered.masked_fill(ordered == ordered[:, -1:], 0.0).sum(dim=-1) >= top_p
         if enough.all():
             order, ascending = order.sort(dim=-1)
@@ -148,7 +151,8 @@ def _likeliest(probabilities: Tensor, top_p: float) -> tuple[Tensor, Tensor]:
 
 
 def _by_probability(probabilities: Tensor, ids: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Both in the order of falling probability, and of equal ones as they were; `ids` are the places by themselves."""
+    """Sorts probabilities and ids by falling probability; equal ones keep their order. Without `ids`, the ids are the
+    places in the row."""
     ordered, places = probabilities.sort(dim=-1, descending=True, stable=True)
     return ordered, places if ids is None else ids.gather(-1, places)
 
@@ -162,7 +166,7 @@ class SequencesFailed(ModelError):
         self.whose = whose
 
     def alone(self, one: object) -> SequencesFailed:
-        """The error of one of them, which refers to none."""
+        """The error of one of the sequences, which refers to none."""
         return SequencesFailed(str(self), ())
 
 
@@ -170,7 +174,7 @@ class NotFiniteError(SequencesFailed):
     """Tokens were drawn from rows that hold NaN."""
 
     def __init__(self, whose: Sequence[object]) -> None:
-        """Args: `whose` are the sequences they are of."""
+        """Args: `whose` are the sequences of these rows."""
         message = (
             "the model's logits are not finite numbers: its weights are damaged, or its dtype overflows "
             "(try --dtype float32 or bfloat16)"
@@ -178,14 +182,17 @@ class NotFiniteError(SequencesFailed):
         super().__init__(message, whose)
 
     def alone(self, one: object) -> NotFiniteError:
+        """The error of one of the sequences, which refers to none."""
         return NotFiniteError(())
 
 
 def check_finite(sequences: Sequence[object], tokens: Sequence[Sequence[int]]) -> None:
-    """Args: `tokens` are those that were drawn for each sequence.
+    """Checks drawn tokens.
+
+    Args: `tokens` are the tokens that were drawn for each sequence.
 
     Raises:
-        NotFiniteError: some were drawn from a row that held NaN.
+        NotFiniteError: some tokens were drawn from a row that held NaN.
     """
     broken = [one for one, drawn in zip(sequences, tokens, strict=True) if min(drawn, default=0) < 0]
     if broken:

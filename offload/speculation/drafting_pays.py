@@ -1,8 +1,8 @@
-"""Whether a tier has tokens drafted for it, by what its steps took with and without; and when to try the other way.
+"""Decides whether drafting for a tier pays, from the measured times of its steps with and without a draft.
 
-A step the other way, a *probe*, costs what it takes longer than one the way that is in force. Such losses are paid from
-an allowance, a share of the time of all steps, so that probing takes no larger share, and takes none where both ways
-are about as fast.
+Now and then, a *probe* tries the other way for one step. Its loss is the time by which it is slower than a step of the
+current way. Losses are paid from an allowance, which is a share of the time of all steps. So probing takes no larger
+share, and takes none if both ways are about equally fast.
 """
 
 from __future__ import annotations
@@ -14,41 +14,43 @@ from statistics import fmean, median
 from .lengths import StepCost, expected_tokens
 
 SHARE = 0.004
-"""Of the time of a tier's steps, for probes: two levels together stay below 1 %."""
+"""The share of the time of a tier's steps that probes may lose. Two levels together stay below 1 %."""
 
 LEARNING = 32
-"""Tokens of all texts of a tier in which both ways are tried: once unless one is expected to take more than `_HOPELESS`
-times as long, `_ENOUGH` times unless it takes more than `_WORSE` times as long."""
+"""The first tokens of a tier, of all texts together, in which both ways are tried. A way is tried `_ENOUGH` times. It
+is tried only once if it is expected to take more than `_WORSE` times as long as the other, and never if it is expected
+to take more than `_HOPELESS` times as long."""
 
 _HOPELESS, _WORSE = 3.0, 1.5
 
 _ENOUGH = 3
-"""Steps of a kind from which on what they took is known."""
+"""The number of measured steps of a kind from which on their time counts as known."""
 
 _RECENT = 11
-"""Steps of a kind that count: the median of the last ones, as another process may take the processor at any time."""
+"""The number of last steps of a kind whose median counts. Another process may take the processor at any time."""
 
 PROBE_EVERY = 24
-"""Steps between probes at least; where times must not decide, steps after which one token is drafted again."""
+"""The minimum number of steps between probes. If times must not decide: the number of steps without a draft after which
+one token is drafted again."""
 
 _AGAIN = 4
-"""The same after a probe that was faster than the way in force."""
+"""The minimum number of steps after a probe that was faster than the current way."""
 
 KEEP, MARGIN = 0.98, 0.95
-"""A tier drafts as long as a token is expected to take less than the first share of the time that it takes without; one
-that stopped begins again at the second. What is expected is not that exact, and nothing is lost where hardly any time
-would be gained."""
+"""A tier goes on drafting while the expected time of a token is below the first share of the time without a draft. If
+it has stopped, it begins again below the second share. The expected times are not exact, and little is lost if hardly
+any time would be gained."""
 
 _MOST_FILLING = 0.1
-"""Caches of those that draft are filled for a try alone where that takes at most this share of the time that the tokens
-to come take without drafts."""
+"""Drafting caches are filled only to try a draft if filling takes at most this share of the time of the following
+tokens without drafts."""
 
 _UNFORESEEN = 0.02
-"""Share of a token's time that a probe is taken to lose at least."""
+"""The minimum loss that is assumed for a probe, as a share of a token's time."""
 
 
 class _Recent:
-    """The last measurements of a kind."""
+    """The last measurements of a kind of step."""
 
     def __init__(self, most: int = _RECENT) -> None:
         self._values: deque[float] = deque(maxlen=most)
@@ -68,25 +70,25 @@ class _Recent:
 
 
 class DraftingPays:
-    """What a tier's steps took with a draft and without, and which way is in force. Seconds."""
+    """The times of a tier's steps with and without a draft, in seconds, and the current way: with or without."""
 
     def __init__(self) -> None:
         self.on = True
         """Whether tokens are drafted."""
-        self._plain, self._plain_batch = _Recent(), 0
+        self._plain, self._plain_batch = _Recent(), 0  # seconds of steps without a draft, and their batch size
         self._beyond, self._ratio = _Recent(), _Recent()  # of steps with a draft: measured - and ÷ expected
-        self._found = _Recent(4 * _RECENT)  # of steps that were asked for a draft: whether they had one
+        self._found = _Recent(4 * _RECENT)  # of steps that asked for a draft: whether they had one
         self._written = 0.0  # tokens so far
         self._drafted = 0  # steps with a draft so far
-        self._allowance = 0.0
+        self._allowance = 0.0  # seconds that probes may lose
         self._since = 0  # steps since the last probe
-        self._interval = 1
-        self._other = 0.0  # seconds per token the other way than the probe under way; 0 where none is
-        self._lost = 0.0  # by the last probe with a draft
-        self._price = 0.0  # what the next probe is expected to lose
+        self._interval = 1  # steps until the next probe
+        self._other = 0.0  # while a probe is in progress: seconds per token of the current way; else 0
+        self._lost = 0.0  # seconds lost by the last probe with a draft
+        self._price = 0.0  # the expected loss of the next probe
 
     def known(self, step: StepCost) -> StepCost:
-        """`step` as far as steps were measured."""
+        """`step` with measured values in place of expected ones, as far as there are any."""
         known = {}
         if self._plain_batch == step.batch and self._plain.count:
             known["plain"] = self._plain.median
@@ -97,13 +99,13 @@ class DraftingPays:
         return replace(step, **known)
 
     def note(self, step: StepCost, asked: int, tokens: int, emitted: float, seconds: float) -> None:
-        """Notes a step.
+        """Records a step.
 
         Args:
-            step: what was expected.
-            asked, tokens: draft tokens of each sequence that were asked for at most, and were drafted.
-            emitted: tokens of each sequence that it brought.
-            seconds: for all of it.
+            step: its expected cost.
+            asked, tokens: the maximum numbers of draft tokens per sequence that were asked for, and that were drafted.
+            emitted: the mean number of new tokens per sequence.
+            seconds: the time of the whole step.
         """
         self._written += emitted
         self._allowance += SHARE * seconds
@@ -116,7 +118,7 @@ class DraftingPays:
             self._plain.add(seconds)
         else:
             self._drafted += 1
-            if self._drafted > 1:  # the first takes memory, and much that is done once
+            if self._drafted > 1:  # the first allocates memory and does much other work that is done only once
                 expected = step.expected(tokens)
                 self._ratio.add(seconds / expected)
                 self._beyond.add(seconds - expected)
@@ -127,13 +129,15 @@ class DraftingPays:
             self._lost, self._other, self._since = max(0.0, lost), 0.0, 0
 
     def decide(self, step: StepCost, most: int) -> tuple[int, float, int | None]:
-        """What the next steps do, and what the very next one does, if that is something else.
+        """Decides on the draft of the next steps, and whether the very next step is a probe.
 
-        Args: `step`: see `known`.
+        Args:
+            step: see `known`.
+            most: the maximum number of draft tokens.
 
         Returns:
-            The draft tokens of a step, 0 for none; the seconds per token that are expected; and the draft tokens of the
-            next step where that is to show what the other way takes, or `None`.
+            The number of draft tokens of a step, 0 for none; the expected seconds per token; and the number of draft
+            tokens of the next step if it is a probe, else `None`.
         """
         tokens, seconds = step.best(1, most)
         plain = step.without
@@ -143,7 +147,7 @@ class DraftingPays:
         known_plain = self._plain_batch == step.batch and self._plain.count >= _ENOUGH
         on = seconds < plain * (KEEP if self.on else MARGIN)
         best = min(seconds, plain)
-        too_short = not on and step.filling > _MOST_FILLING * plain  # for a try
+        too_short = not on and step.filling > _MOST_FILLING * plain  # too few tokens to come for a try
         if self._written < LEARNING:
             self.on = on
             tried = self._plain.count if self._plain_batch == step.batch else 0
@@ -168,29 +172,28 @@ class DraftingPays:
         return current, best, other
 
     def _learns(self, plain: int, worse_plain: float, worse_drafted: float) -> bool | None:
-        """Whether the next step, one of the first, is one with a draft, to learn what it takes; `None` if it does not
-        matter.
+        """Whether one of the first steps is to have a draft, so that its time is learnt; `None` if it does not matter.
 
         Args:
-            plain: steps without a draft so far.
-            worse_plain, worse_drafted: how many times as long a step without, or with one, is expected to take.
+            plain: the number of steps without a draft so far.
+            worse_plain, worse_drafted: the expected time per token without, or with a draft, ÷ that of the other way.
         """
         wants_plain = plain < (_ENOUGH if worse_plain < _WORSE else worse_plain < _HOPELESS)
         wants_draft = self._drafted <= (_ENOUGH if worse_drafted < _WORSE else worse_drafted < _HOPELESS)
-        # Drafts first where they lose: after steps without one, caches would have to be brought up to date.
+        # A draft comes first even if it loses: after steps without a draft, caches would have to be updated first.
         if wants_draft and (not self.on or self._drafted <= plain + 1 or not wants_plain):
             return True
         return False if wants_plain else None
 
     @property
     def may_probe(self) -> bool:
-        """Whether it is time for a probe, by what is known since the last decision."""
+        """Whether a probe is due and the allowance covers its expected loss."""
         return self._since >= self._interval and self._allowance >= self._price
 
     def begin_anew(self) -> None:
-        """Says that what is drafted from here on is another's: it is tried, whatever was found so far."""
+        """Says that another drafter drafts from here on. It is tried, independently of earlier results."""
         self.on, self._since, self._found = True, 0, _Recent(4 * _RECENT)
 
     def postpone(self) -> None:
-        """Says that the probe which was decided on does not come yet."""
+        """Says that the next step is not the probe that was decided on."""
         self._other = 0.0

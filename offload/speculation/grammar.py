@@ -1,9 +1,9 @@
-"""Answers in a form: grammars, and which tokens may follow within them.
+"""Answers in a form: grammars, and which tokens they allow.
 
-A grammar is part of the distribution that tokens are drawn from: what it forbids is taken from the logits before
-temperature and filters, as `transformers` does with a logits processor. So an answer is drawn exactly from the target's
-distribution under the grammar, whatever drafted it, and every complete answer is in the form. What may follow is
-computed by llguidance (github.com/guidance-ai/llguidance). Needs no PyTorch.
+A grammar is part of the distribution from which tokens are drawn. The logits of forbidden tokens are set to minus
+infinity before temperature and filters, as a logits processor of `transformers` does. So an answer is drawn exactly
+from the target's distribution under the grammar, with any draft, and every complete answer is in the form. llguidance
+(github.com/guidance-ai/llguidance) computes which tokens are allowed. Needs no PyTorch.
 """
 
 from __future__ import annotations
@@ -31,33 +31,33 @@ if TYPE_CHECKING:
     from ...tp.model.config import ModelConfig
 
 MOST_BYTES = {"json_schema": 2**16, "regex": 2**14, "lark": 2**14, "tools": 2**18}
-"""Of a grammar's text, by its kind: compiling takes time, up to seconds for as many of the worst kind (a schema with
-2,000 properties: 0.6 s, AMD EPYC, 2026-11-27)."""
+"""The maximum size of a grammar's text in bytes, by its kind. Compiling takes time: up to seconds for a text of maximum
+size of the worst kind (a schema with 2,000 properties: 0.6 s, AMD EPYC, 2026-11-27)."""
 
 CHECKED = 32
-"""Grammars that are known to be right."""
+"""The number of checked grammars that are remembered."""
 
 KEPT_BYTES = 2**17
-"""Of sources, as `_counted_bytes` counts them, whose compiled forms are kept, those used last: they take up to 300
-times as much."""
+"""The maximum total size of the sources whose compiled forms are kept, as counted by `_counted_bytes`. Those used last
+are kept. Compiled forms take up to 300 times as many bytes."""
 
 _SHORT_BYTES = 2**12
-"""What a source counts at least."""
+"""The minimum size that a source counts."""
 
 _DENSE = 16
-"""How many times its bytes a source counts that is no JSON schema, as it has more in them."""
+"""The factor by which the bytes of a source count that is not a JSON schema: its text is denser."""
 
 _LEXER_STATES, _STEP_FUEL = 2**16, 50_000
-"""Limits of llguidance for one answer: what it has found out about its tokens so far, and what it may find out for the
-next one. With its own, four times as much each, one answer took 600 MiB, and 0.3 s for a token; with these 40 MiB and
-30 ms at most (300 terminals, each of which may begin anywhere; Intel Xeon, 2026-11-27). A text of limited length has a
-state for each letter."""
+"""Limits of llguidance for one answer: the number of lexer states so far, and the work for the next token. With
+llguidance's own limits, four times as high, one answer took 600 MiB, and 0.3 s for a token. With these, it takes at
+most 40 MiB and 30 ms (300 terminals, each of which may begin anywhere; Intel Xeon, 2026-11-27). A text of limited
+length has a state for each letter."""
 
 _STACK_BYTES = 2**28
-"""Of the thread that compiles: llguidance follows references by recursion, some 5 KiB each."""
+"""The stack size of the thread that compiles. llguidance follows references by recursion, about 5 KiB each."""
 
 _WITHOUT_ROLLBACK = re.compile(r"\b(max_tokens|stop|stop_capture|suffix|lazy)\b\s*[=,\]]")
-"""In Lark, attributes of rules whose tokens cannot be taken back."""
+"""Finds attributes of rules in Lark whose tokens cannot be rolled back."""
 
 
 Kind = Literal["json_schema", "regex", "lark", "tools"]
@@ -70,42 +70,47 @@ class GrammarError(UsageError):
 
 @dataclass(frozen=True)
 class Reasoning:
-    """What a model may write before its answer, between two tokens."""
+    """The reasoning that a model may write before its answer, between two special tokens."""
 
     opens: int
+    """The token id that begins the reasoning."""
     closes: int
+    """The token id that ends the reasoning."""
     is_open: bool
-    """Whether the prompt has opened it already."""
+    """Whether the prompt has begun the reasoning already."""
 
 
 @dataclass(frozen=True)
 class Grammar:
-    """The form of an answer."""
+    """The required form of an answer."""
 
     kind: Kind
+    """`json_schema`, `regex`, `lark` (also for GBNF) or `tools`."""
     source: str
-    """A JSON schema as JSON; a regular expression (of the crate `regex`); a grammar in Lark's syntax, or GBNF; or, of
-    `tools`, one in Lark's syntax that was made here."""
+    """`json_schema`: a JSON schema as JSON. `regex`: a regular expression in the syntax of the crate `regex`. `lark`: a
+    grammar in Lark's syntax, or GBNF. `tools`: a grammar in Lark's syntax that this program makes."""
     reasoning: Reasoning | None = None
-    """What comes before it, in any form."""
+    """The reasoning that may come before the answer, in any form."""
 
     def check(self) -> None:
-        """Raises:
-        GrammarError: it cannot be compiled; the message says where in it what is wrong.
+        """Checks that the grammar can be compiled.
+
+        Raises:
+            GrammarError: it cannot; the message says what is wrong and where.
         """
         _check(self.kind, self.source)
 
     @property
     def name(self) -> str:
-        """What messages call it."""
+        """The name of the grammar's kind in messages."""
         others = {"json_schema": "JSON schema", "regex": "regular expression", "tools": "grammar of the tools"}
         return others.get(self.kind, "grammar")
 
     def compiled(self) -> str:
-        """As llguidance takes it.
+        """The grammar in the format that llguidance reads.
 
         Raises:
-            GrammarError: a schema that is no JSON object, or a grammar in GBNF that is none.
+            GrammarError: the schema is not a JSON object, or the GBNF is invalid.
         """
         from llguidance import LLMatcher, grammar_from
 
@@ -120,8 +125,10 @@ class Grammar:
 
 
 def check_length(kind: Kind, num_bytes: int) -> None:
-    """Raises:
-    GrammarError: a grammar cannot have so many bytes.
+    """Checks the size of a grammar's text.
+
+    Raises:
+        GrammarError: it has more bytes than a grammar of this kind may have.
     """
     most = MOST_BYTES[kind]
     if num_bytes > most:
@@ -136,7 +143,9 @@ def _check(kind: Kind, source: str) -> None:
     grammar = Grammar(kind, source)
     check_length(kind, len(source.encode(errors="replace")))
     if kind == "lark" and (found := _WITHOUT_ROLLBACK.search(source)):
-        raise GrammarError(f"the grammar cannot be followed: {found[1]} is not supported, as its tokens must stay")
+        raise GrammarError(
+            f"the grammar cannot be followed: {found[1]} is not supported, as its tokens cannot be rolled back"
+        )
 
     def validate() -> tuple[bool, list[str]]:
         return LLMatcher.validate_grammar_with_warnings(grammar.compiled(), limits=_limits())
@@ -147,7 +156,7 @@ def _check(kind: Kind, source: str) -> None:
 
 
 def _with_deep_stack(work: Callable[[], T]) -> T:
-    """What `work` gives, in a thread whose stack is deep enough for any grammar of `MOST_BYTES`."""
+    """Calls `work` in a thread whose stack is deep enough for any grammar of `MOST_BYTES`, and returns its result."""
     with ThreadPoolExecutor(1, "grammar") as pool:
         with _STARTING:
             before = threading.stack_size(_STACK_BYTES)
@@ -159,59 +168,62 @@ def _with_deep_stack(work: Callable[[], T]) -> T:
 
 
 _STARTING = threading.Lock()
-"""Held while the size of new threads' stacks is another one."""
+"""Held while the stack size for new threads is changed."""
 
 
 def _limits() -> LLParserLimits:
-    """Those of llguidance, which bound time and memory, with messages in a line."""
+    """The limits of llguidance on time and memory, with messages of one line."""
     from llguidance import LLParserLimits
 
     return LLParserLimits(verbose_errors=False, max_lexer_states=_LEXER_STATES, step_lexer_fuel=_STEP_FUEL)
 
 
 _SPACES: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-"""White space of JSON: as `json.dumps` writes it. Where any may come, a model may write nothing else to the end."""
+"""White space in JSON, as `json.dumps` writes it. If any white space were allowed, a model might write nothing else to
+the end."""
 
 ANY_OBJECT = json.dumps({"type": "object"})
 """The schema of any JSON object."""
 
 
 def json_rule(schema: str) -> str:
-    """The body of a rule in Lark's syntax for JSON of a schema, which is an object given as JSON."""
+    """The body of a rule in Lark's syntax that matches JSON of a schema. The schema is an object, given as JSON."""
     return "%json " + json.dumps({**json.loads(schema), "x-guidance": _SPACES})
 
 
 def _as_object(schema: str) -> str:
-    """A schema that is given as JSON, if it is an object: `true`, which is one too, restricts nothing.
+    """Returns a schema that is given as JSON, if it is an object. `true` is a schema too, but restricts nothing.
 
     Raises:
-        ValueError: it is none.
+        ValueError: the schema is not a JSON object.
     """
     given = json.loads(schema)
     if not isinstance(given, dict):
-        raise ValueError(f"it is {json.dumps(given)[:60]}, and an object belongs there")
+        raise ValueError(f"it is {json.dumps(given)[:60]}; it must be a JSON object")
     return schema
 
 
 def in_a_line(message: str) -> str:
-    """What llguidance says of a grammar, in a line."""
+    """A message of llguidance in one line of at most 500 characters."""
     return " ".join(message.replace("<non-verbose/>", "").split())[:500]
 
 
 class Grammars:
-    """What follows the answers of one model's sequences: it knows the tokens' texts."""
+    """Compiles grammars for one model's tokens, and makes the matchers of its sequences."""
 
     def __init__(self, directory: Path, config: ModelConfig) -> None:
         """Args: `directory` has the model's tokenizer, which is read when it is first needed."""
         self._directory, self._config = directory, config
         self._lock = threading.Lock()
-        self._compiled: OrderedDict[tuple[Kind, str], LLMatcher] = OrderedDict()  # those used last at the end
+        self._compiled: OrderedDict[tuple[Kind, str], LLMatcher] = OrderedDict()  # in the order of their last use
         self._compiling: threading.Event | None = None
 
     @cached_property
     def _tokenizer(self) -> LLTokenizer:
-        """Raises:
-        GrammarError: the model's tokenizer is of a kind that llguidance does not know.
+        """The model's tokenizer for llguidance.
+
+        Raises:
+            GrammarError: llguidance does not support the model's tokenizer.
         """
         from llguidance import LLTokenizer
 
@@ -225,21 +237,21 @@ class Grammars:
             ) from error
 
     def matcher(self, grammar: Grammar, start: int) -> Matcher:
-        """What follows an answer from its beginning on, which is the position `start` of the text.
+        """Makes a matcher that follows an answer. The answer begins at position `start` of the text.
 
         Raises:
-            GrammarError: see `Grammar.check`; no text is of the form; or the model has no end-of-sequence token, with
-                which an answer in a form must end.
+            GrammarError: see `Grammar.check`; no text has the form; or the model has no end-of-sequence token, which an
+                answer in a form needs as its end.
         """
         if not self._config.eos_token_ids:
             raise GrammarError(
-                f"{self._config.name} has no end-of-sequence token, so that no answer in a form could end"
+                f"{self._config.name} has no end-of-sequence token, so an answer in a form could not end"
             )
         found = self._of(grammar).deep_copy()
         return Matcher(found, grammar.reasoning, self._config, start)
 
     def prepare(self, grammar: Grammar) -> None:
-        """Compiles a grammar, so that its first answer does not wait for that; from any thread.
+        """Compiles a grammar, so that its first answer does not wait for it. May be called from any thread.
 
         Raises:
             GrammarError: see `matcher`.
@@ -247,8 +259,8 @@ class Grammars:
         self._of(grammar)
 
     def compile_beside(self, grammar: Grammar) -> threading.Event | None:
-        """Has a thread compile a grammar, one at a time. Returns what is set when that is done, as it may be already;
-        `None`: another one is being compiled."""
+        """Compiles a grammar in a thread. Returns an event that is set when it is compiled, or set already. Returns
+        `None` if another grammar is being compiled: only one is compiled at a time."""
         done = threading.Event()
         with self._lock:
             if (grammar.kind, grammar.source) in self._compiled:
@@ -260,7 +272,7 @@ class Grammars:
 
         def compile_it() -> None:
             try:
-                with suppress(Exception):  # whoever needs it is told
+                with suppress(Exception):  # `matcher` raises it again when the grammar is used
                     self.prepare(grammar)
             finally:
                 done.set()
@@ -269,7 +281,7 @@ class Grammars:
         return done
 
     def _of(self, grammar: Grammar) -> LLMatcher:
-        """The compiled form."""
+        """The compiled form of a grammar, compiled here if it is not kept."""
         key = grammar.kind, grammar.source
         with self._lock:
             found = self._compiled.get(key)
@@ -295,34 +307,34 @@ class Grammars:
 
         found = _with_deep_stack(compiled)
         if found.stop_reason().startswith("NoExtension"):
-            raise GrammarError(f"the {grammar.name} cannot be followed: no text is of this form")
+            raise GrammarError(f"the {grammar.name} cannot be followed: no text has this form")
         if found.is_error():
             raise GrammarError(f"the {grammar.name} cannot be followed: {in_a_line(found.get_error())}")
         return found
 
 
 def _counted_bytes(key: tuple[Kind, str]) -> int:
-    """What a source counts for how many are kept."""
+    """The bytes that a source counts against `KEPT_BYTES`."""
     kind, source = key
     return max(_SHORT_BYTES, len(source.encode(errors="replace")) * (1 if kind in ("json_schema", "tools") else _DENSE))
 
 
 class Matcher:
-    """Follows one answer."""
+    """Follows one answer, and says which tokens may come next."""
 
     def __init__(self, matcher: LLMatcher, reasoning: Reasoning | None, config: ModelConfig, start: int) -> None:
         self._matcher, self._reasoning, self._start = matcher, reasoning, start
         self._ends, self._vocab = frozenset(config.eos_token_ids), config.vocab_size
-        self._consumed: list[int] = []  # tokens of the form; an end of sequence is never among them
+        self._consumed: list[int] = []  # tokens of the form, without an end-of-sequence token
 
     def allowed(self, context: Sequence[int], proposed: Sequence[int], *, decides: bool = True) -> np.ndarray:
-        """Which tokens may follow `context`, and each of the proposed tokens behind it: `[len(proposed) + 1, vocab]`
-        bool. Behind a token that may not come, as some drafts have it, all may.
+        """Which tokens may follow `context`, and which may follow each of the proposed tokens after it, as bool
+        `[len(proposed) + 1, vocab]`. A draft may contain a forbidden token: after it, all tokens are allowed.
 
-        Args: `decides`: whether all of `context` was drawn with these masks; a draft's end may not be.
+        Args: `decides`: whether all of `context` was drawn with these masks. The end of a draft may not be.
 
         Raises:
-            ValueError: the grammar has become too complex, or nothing can follow; with the reason.
+            ValueError: the grammar has become too complex, or nothing can follow; the message has the reason.
         """
         answer, found = [*context[self._start :]], np.ones((len(proposed) + 1, self._vocab), bool)
         for i in range(len(proposed) + 1):
@@ -334,7 +346,7 @@ class Matcher:
                 if not answer and self._reasoning:
                     found[i, self._reasoning.opens] = True
             elif decides and i == 0:
-                raise ValueError("the answer so far does not follow it")
+                raise ValueError("the answer so far does not follow the grammar")
             if i < len(proposed):
                 token = proposed[i]
                 if not found[i, token] or token in self._ends:
@@ -343,25 +355,26 @@ class Matcher:
         return found
 
     def forced(self, context: Sequence[int], most: int) -> list[int]:
-        """Tokens, up to `most`, that spell what must follow `context`."""
+        """At most `most` tokens that spell the text that must follow `context`; none if the grammar leaves a choice."""
         answer = context[self._start :]
         begin = self._begin(answer)
         try:
             if begin is None or (not answer and self._reasoning) or not self._go_to(answer[begin:]):
                 return []
-        except ValueError:  # as `allowed` says, which is asked next
+        except ValueError:  # `allowed` is called next and raises it again
             return []
         return [token for token in self._matcher.compute_ff_tokens()[:most] if token not in self._ends]
 
     def _begin(self, answer: Sequence[int]) -> int | None:
-        """Where the form begins in an answer so far; `None`: behind it."""
+        """The index in the answer so far at which the form begins; `None` while the reasoning goes on."""
         reasoning = self._reasoning
         if reasoning is None or not (reasoning.is_open or answer[:1] == [reasoning.opens]):
             return 0
         return answer.index(reasoning.closes) + 1 if reasoning.closes in answer else None
 
     def _go_to(self, tokens: Sequence[int]) -> bool:
-        """Has consumed these tokens and no others, if they are possible: a token that is not would end all."""
+        """Brings the matcher to the state after these tokens. Returns whether all of them are allowed. If not, the
+        matcher does not consume the new ones: a forbidden token would end it."""
         known, matcher = self._consumed, self._matcher
         common = len(known)
         if tokens[:common] != known:

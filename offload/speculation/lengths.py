@@ -1,8 +1,8 @@
-"""How many tokens to draft: the numbers that maximise expected tokens per second, from acceptance and costs.
+"""Computes how many tokens to draft, so that the expected tokens per second are maximal, from acceptance and costs.
 
 A pass that tests `n` draft tokens, each accepted with probability `a`, yields `1 + a + ... + a^n` tokens. It takes `n`
 times the time per draft token plus a pass over `n + 1` rows (Leviathan et al., arXiv 2211.17192, section 3.3). The same
-formula decides both levels, the lower one first, as its time per token is the upper one's time per draft token.
+formula decides both levels. The lower one comes first: its time per token is the upper one's time per draft token.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 LOOKUP_SECONDS = 20e-6
-"""Of a token that is looked up: a dictionary's look-up and a few comparisons in Python."""
+"""Seconds to draft a token by lookup: a look-up in a dictionary and a few comparisons in Python."""
 
 _DECAY = 0.97
 """Factor on the weight of earlier observations with each new one: about the last thirty count."""
@@ -20,13 +20,13 @@ _FIRST_DECAY = 0.25
 """Factor on the weight of the modelled cost with the first measurement."""
 
 _EXPECTED = 8.0
-"""Tested tokens that an expected rate counts as."""
+"""The number of tested tokens that an expected rate counts as."""
 
 _TRUSTED = 3
-"""Measurements from which on another one can be called an outlier."""
+"""The number of measurements from which on a further one may be an outlier."""
 
 _OUTLIER = 2.0
-"""A measurement is counted as at most this many times what was expected."""
+"""A measurement counts as at most this many times the expected time."""
 
 _SPREAD = 2.0
 """Variance of the measured passes' rows, in rows squared, at which measured and modelled slope weigh the same."""
@@ -37,7 +37,7 @@ class PassCost:
     """Seconds of one pass as a linear function of its rows: modelled at first, then measured.
 
     The line goes through the weighted mean of the measurements. Its slope is the measured one as far as the rows of
-    passes differ; where they hardly do, slope and mean keep the ratio that the model gives.
+    passes differ. If they hardly differ, slope and mean keep the ratio that the model gives.
     """
 
     base: float
@@ -61,8 +61,9 @@ class PassCost:
         self._y = self._xy = self.base + self.per_row
 
     def observe(self, rows: float, seconds: float) -> None:
-        """Adds a measured pass, or the mean of several. A time far beyond what is expected, as when another process
-        takes the processor, is cut (see `_OUTLIER`); the first, which takes memory, counts until there is another."""
+        """Adds a measured pass, or the mean of several. A time far above the expected one, as when another process
+        takes the processor, is reduced (see `_OUTLIER`). The first pass allocates memory. It counts only until there is
+        another measurement."""
         if self._observed == 1:
             self._forget()
         if self._observed >= _TRUSTED:
@@ -88,74 +89,75 @@ class PassCost:
 
 @dataclass
 class Acceptance:
-    """The probability that a tested draft token is accepted, from decayed counts that start at two of three."""
+    """The acceptance rate of draft tokens, from counts with decay that start at two of three."""
 
     accepted: float = 2.0
+    """The decayed number of accepted tokens."""
     tested: float = 3.0
+    """The decayed number of tested tokens."""
 
     @classmethod
     def starting_at(cls, rate: float) -> Acceptance:
-        """Before anything was tested, where this is expected, and so well known that one draft that was rejected at
-        once does not say the opposite."""
+        """Starts at an expected rate, before any token was tested. The rate has enough weight that one draft that is
+        rejected at once does not turn it into its opposite."""
         return cls(_EXPECTED * rate, _EXPECTED)
 
     def observe(self, accepted: int, proposed: int) -> None:
-        """Adds a pass that accepted `accepted` of `proposed`; nothing after the first rejection was tested."""
+        """Adds a pass that accepted `accepted` of `proposed` tokens. Nothing after the first rejection was tested."""
         self.accepted = self.accepted * _DECAY + accepted
         self.tested = self.tested * _DECAY + min(accepted + 1, proposed)
 
     @property
     def rate(self) -> float:
+        """Accepted ÷ tested tokens, at most 0.995."""
         return min(0.995, self.accepted / self.tested)
 
 
 def expected_tokens(rate: float, drafted: int) -> float:
-    """Tokens that a pass yields when each of `drafted` tokens is accepted with probability `rate`."""
+    """The expected number of tokens from a pass if each of `drafted` tokens is accepted with probability `rate`."""
     return float(drafted + 1) if rate >= 1.0 else (1.0 - rate ** (drafted + 1)) / (1.0 - rate)
 
 
 def seconds_per_token(drafted: int, draft_seconds: float, pass_seconds: float, rate: float) -> float:
-    """Seconds per token when a pass of `pass_seconds` tests `drafted` tokens of `draft_seconds` each, and each is
+    """Seconds per token if a pass of `pass_seconds` tests `drafted` tokens of `draft_seconds` each, and each token is
     accepted with probability `rate`."""
     return (drafted * draft_seconds + pass_seconds) / expected_tokens(rate, drafted)
 
 
 @dataclass(frozen=True)
 class StepCost:
-    """What a step of a tier takes, that is a draft and the pass that tests it, and what it brings. Seconds."""
+    """The cost in seconds of a tier's step, which is a draft and the pass that tests it, and the tokens it yields."""
 
     cost: PassCost
-    """Of the pass, by its rows."""
+    """The cost of the pass by its rows."""
     draft_seconds: float
-    """For each draft token; of several sequences for a token of each."""
+    """Seconds for each draft token; with several sequences, for one draft token of each."""
     rate: float
-    """Probability that a draft token is accepted."""
+    """The probability that a draft token is accepted."""
     batch: int = 1
-    """Sequences that a pass tests the draft of."""
+    """The number of sequences whose drafts a pass tests."""
     plain: float | None = None
-    """Of a step without a draft, where it was measured; else it follows from `cost`."""
+    """Seconds of a step without a draft, if measured; `None`: computed from `cost`."""
     scale: float = 1.0
-    """Measured ÷ expected seconds of steps with a draft, where that is below 1."""
+    """Measured ÷ expected seconds of steps with a draft, if below 1."""
     overhead: float = 0.0
-    """What a step with a draft takes besides draft and pass."""
+    """Seconds of a step with a draft besides draft and pass."""
     drafted: float = 1.0
-    """Share of the steps for which tokens are drafted when they are asked for: a text that is looked up has not always
-    occurred before."""
+    """The share of steps that have a draft when one is asked for. Lookup does not always find an earlier place."""
     filling: float = 0.0
-    """What filling the caches of those that draft takes, where they are empty, for each token of each sequence that is
-    still to come."""
+    """Seconds of filling empty drafting caches, for each token of each sequence that is still to come."""
 
     @property
     def without(self) -> float:
-        """Seconds of a step without a draft: per token of each sequence."""
+        """Seconds of a step without a draft, which yields one token of each sequence."""
         return self.cost.seconds(self.batch) if self.plain is None else self.plain
 
     def expected(self, tokens: int) -> float:
-        """Seconds of draft and pass, with so many draft tokens."""
+        """Expected seconds of draft and pass, with this number of draft tokens."""
         return tokens * self.draft_seconds + self.cost.seconds(self.batch * (tokens + 1))
 
     def seconds_per_token(self, tokens: int) -> float:
-        """For each sequence, if at most so many tokens are drafted for a step."""
+        """Expected seconds per token of each sequence, if at most `tokens` tokens are drafted for a step."""
         if not tokens:
             return self.without
         with_draft = self.scale * self.expected(tokens) + self.overhead
@@ -163,10 +165,10 @@ class StepCost:
         return step / (self.drafted * expected_tokens(self.rate, tokens) + 1 - self.drafted) + self.filling
 
     def best(self, least: int, most: int) -> tuple[int, float]:
-        """The number of draft tokens from `least` to `most` that gives the fewest seconds per token, and these.
+        """The number of draft tokens from `least` to `most` with the fewest seconds per token, and these seconds.
 
-        Time grows linearly with the number, and what each further token brings becomes less and less: from the first
-        number on whose successor is no better, none is. Only a step without a draft is a case of its own.
+        Time grows linearly with the number, and each further token yields less. So the search ends at the first number
+        whose successor is not better. Only a step without a draft is compared separately.
         """
         if not most:
             return 0, self.without
@@ -177,11 +179,13 @@ class StepCost:
         return (0, self.without) if least == 0 and self.without <= seconds else (best, seconds)
 
     def least_chance(self, tokens: int, seconds: float) -> float:
-        """How likely a further draft token must be accepted, with all before it, to be worth its time: what it adds to
-        a step, divided by the `seconds` that a token takes otherwise. Where each is accepted with probability `rate`,
-        the chance falls below that exactly behind the best number of draft tokens.
+        """The minimum probability of acceptance, with all tokens before it, at which a further draft token is worth its
+        time. It is the time that the token adds to a step, divided by `seconds`. If each token is accepted with
+        probability `rate`, the probability falls below this exactly after the best number of draft tokens.
 
-        Args: `tokens` is about how many there are.
+        Args:
+            tokens: about the number of draft tokens.
+            seconds: the seconds per token otherwise.
         """
         row = self.cost.seconds(self.batch * (tokens + 2)) - self.cost.seconds(self.batch * (tokens + 1))
         return (self.draft_seconds + row) / seconds
@@ -189,28 +193,29 @@ class StepCost:
 
 @dataclass(frozen=True)
 class DraftTokens:
-    """How many tokens are drafted for one pass."""
+    """The number of tokens that are drafted for one pass."""
 
     fixed: int | None
-    """The number, where it is set; else it is planned, and adapted while running."""
+    """The number, if it is set by hand; `None`: it is planned, and adapted while running."""
     most: int
-    """The largest number that adapting may choose."""
+    """The maximum that adapting may choose."""
 
     @property
     def longest(self) -> int:
-        """The largest number there may be."""
+        """The maximum number of draft tokens, set by hand or adapted."""
         return self.most if self.fixed is None else self.fixed
 
 
 def fastest_length(
     seconds: Callable[[int], float], draft_seconds: float, rate: float, planned: DraftTokens
 ) -> tuple[int, float]:
-    """The draft tokens for a pass whose seconds over so many rows are known, and the seconds per token they give.
+    """The fastest number of draft tokens for a pass, and the seconds per token with this number.
 
     Args:
-        draft_seconds: time per draft token.
-        rate: chance that one is accepted.
-        planned: the number, or the largest to choose.
+        seconds: the time of a pass by its rows.
+        draft_seconds: the time per draft token.
+        rate: the probability that a draft token is accepted.
+        planned: the number if it is fixed, or the maximum.
     """
     length = planned.fixed
     if length is None:

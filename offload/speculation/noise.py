@@ -1,10 +1,10 @@
-"""Noise that tokens are drawn with: fresh for every draw, or the same for whoever draws at a position.
+"""Noise for drawing tokens: fresh for every draw, or the same for all tiers that draw at a position.
 
-A draw is a race (the Gumbel-max trick in its exponential form): of all tokens the one with the least `E / p` is drawn,
-`E` being exponentially distributed and independent for each token, so that a token is drawn with probability `p`. Where
-`E` is a function of a seed, the token's position and the token, everyone who draws at a position meets the same noise:
-tiers whose distributions are alike draw the same token nearly always (drafter-invariant speculative decoding, Daliri et
-al., arXiv 2408.07978), and what is drawn from the target's own distribution does not depend on who drafted.
+Common noise uses the Gumbel-max trick in its exponential form: the token with the minimum `E / p` is drawn. `E` is
+exponentially distributed and independent for each token, so a token is drawn with probability `p`. If `E` is a function
+of a seed, the position and the token, all tiers that draw at a position use the same noise. Tiers with similar
+distributions then nearly always draw the same token (drafter-invariant speculative decoding, Daliri et al., arXiv
+2408.07978). Tokens that are drawn from the target's own distribution do not depend on the draft.
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ from ...kernels.selection import on_cpu
 from .distribution import rows_at_once, running_sum
 
 _STEP = 0x9E3779B97F4A7C15
-"""What SplitMix64 adds for each number: 2^64 over the golden ratio, made odd."""
+"""The increment of SplitMix64: 2^64 divided by the golden ratio, made odd."""
 
 _MULTIPLIERS = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 
 
 @dataclass(frozen=True)
 class FreshNoise:
-    """Other noise for every draw, from a generator whose state advances."""
+    """Noise that is new for every draw, from a generator whose state advances."""
 
     generator: torch.Generator
-    """On the device that tokens are drawn on."""
+    """A generator on the device on which tokens are drawn."""
 
     def draw(self, weights: Tensor, position: int) -> Tensor:
-        """Draws a token from each row of `weights` `[n, vocab]`, which need not sum to one.
+        """Draws a token from each row of `weights` `[n, vocab]`. A row need not sum to one.
 
         Args: `position`: see `CommonNoise.draw`; the noise does not depend on it.
 
         Returns:
-            `[n]` int64 on the device, without waiting for it (`torch.multinomial` waits, to check its input); -1 for a
-            row that holds NaN. `check_finite` reports it.
+            `[n]` int64 on the device, without waiting for it (`torch.multinomial` waits, to check its input). -1 for a
+            row that holds NaN; `check_finite` reports it.
         """
         if samples_compiled(weights):
             shares = torch.empty(weights.shape[0], 1, dtype=torch.float64).uniform_(generator=self.generator)
@@ -50,7 +50,7 @@ class FreshNoise:
 
 
 def _reached(weights: Tensor, shares: Tensor) -> Tensor:
-    """The token of each row with which the sum of weights is more than its share `[n, 1]` of the whole."""
+    """The first token of each row at which the running sum of weights exceeds the row's share `[n, 1]` of the total."""
     reach = running_sum(weights, torch.float64)  # token i is drawn from reach[i - 1] <= point < reach[i]
     total = reach[:, -1:]
     point = shares * total  # below the total, rounded or not
@@ -59,16 +59,17 @@ def _reached(weights: Tensor, shares: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class CommonNoise:
-    """The same noise for every draw at a position. The numbers are those of the counter-based generator SplitMix64
-    (Steele, Lea and Flood, OOPSLA 2014): any of them is computed without the ones before it."""
+    """Noise that is the same for every draw at a position. The numbers are those of the counter-based generator
+    SplitMix64 (Steele, Lea and Flood, OOPSLA 2014), which computes any number without those before it."""
 
     key: int | None
-    """See `key_of`; `None` is no noise: the likeliest token is drawn."""
+    """See `key_of`; `None`: no noise, so the likeliest token is drawn."""
 
     def draw(self, weights: Tensor, position: int) -> Tensor:
-        """Draws a token from each row of `weights` `[n, vocab]`, which need not sum to one.
+        """Draws a token from each row of `weights` `[n, vocab]`. A row need not sum to one.
 
-        Args: `position`: in the text, of the token that the first row draws; those of the other rows follow.
+        Args: `position` is the position in the text of the token of the first row. The other rows are at the next
+            positions.
 
         Returns:
             See `FreshNoise.draw`.
@@ -86,7 +87,7 @@ Noise = FreshNoise | CommonNoise
 
 
 def key_of(seed: int, sequence: int = 0) -> int:
-    """The key of one of the sequences that are drawn with a seed: a number of 64 bits. That of sequence 0 is the seed
+    """The key of one of several sequences with the same seed: a number of 64 bits. The key of sequence 0 is the seed
     itself, in two's complement."""
     return seed % 2**64 if sequence == 0 else mixed(mixed(seed) + sequence * _STEP)
 
@@ -100,16 +101,16 @@ def mixed(x: int) -> int:
 
 
 def row_keys(key: int | Tensor, positions: Tensor) -> Tensor:
-    """What the noise of rows at `positions` `[n]` is a function of, besides the token: `[n]` int64.
+    """The keys `[n]` int64 of rows at `positions` `[n]`. The noise of a row is a function of its key and the token.
 
-    Args: `key`: that of the text, or an int64 tensor of one for each row.
+    Args: `key`: the key of the text, or an int64 tensor with one key for each row.
     """
     mixed_key = _mix(key.clone()) if isinstance(key, Tensor) else signed(mixed(key))
     return _mix(positions * signed(_STEP) + mixed_key)
 
 
 def gumbel_max(weights: Tensor, keys: Tensor) -> Tensor:
-    """Draws from rows of `weights` `[n, vocab]` with the noise of `keys` `[n]`; see `FreshNoise.draw`."""
+    """Draws a token from each row of `weights` `[n, vocab]` with the noise of `keys` `[n]`; see `FreshNoise.draw`."""
     if samples_compiled(weights):
         return gumbel_max_compiled(weights, keys)
     if _mostly_zero(weights):
@@ -124,12 +125,12 @@ def gumbel_max(weights: Tensor, keys: Tensor) -> Tensor:
 
 
 def _mostly_zero(weights: Tensor) -> bool:
-    """Whether it pays to look for weights above 0 first; never on a GPU, where that would mean to wait for it."""
+    """Whether it pays to look for weights above 0 first. Never on a GPU, where the host would have to wait for it."""
     return on_cpu(weights.device) and 8 * int(weights.count_nonzero()) < weights.numel()
 
 
 def _gumbel_max_of_some(weights: Tensor, keys: Tensor) -> Tensor:
-    """The draws where most weights are 0: noise is computed for the others only. Waits for the device."""
+    """`gumbel_max` if most weights are 0: computes noise only for the others. Waits for the device."""
     rows, tokens = weights.nonzero(as_tuple=True)  # NaN is among them
     times = _exponential(keys[rows], tokens).div_(weights[rows, tokens])
     least = times.new_full(weights.shape[:1], float("inf")).scatter_reduce_(0, rows, times, "amin")

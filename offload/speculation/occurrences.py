@@ -1,4 +1,4 @@
-"""Where runs of tokens occurred before in a text, for drafts that are looked up."""
+"""An index of the earlier places of token runs in a text, for drafts by lookup."""
 
 from __future__ import annotations
 
@@ -9,29 +9,29 @@ from dataclasses import dataclass, field
 from .lengths import Acceptance
 
 SHORTEST = 3
-"""Tokens that must have come in the same order before, at least, for what followed them to be proposed."""
+"""The minimum number of tokens in a match."""
 
 _MOST_COMPARED = 64
-"""Tokens of a match that are counted at most."""
+"""The maximum number of tokens of a match that are counted."""
 
 _CANDIDATES = 16
-"""Earlier places that are compared, the latest first."""
+"""The number of earlier places that are compared, the latest first."""
 
 
 class Occurrences:
-    """Where each run of `SHORTEST` tokens occurred in a text that grows and is cut at its end.
+    """The places of each run of `SHORTEST` tokens in a text that grows and is cut at its end.
 
-    A dictionary has the last place of each run, and each place the one before it: some 130 bytes a token at
-    most. To make it takes a microsecond a token, so none is kept with a saved context.
+    A dictionary has the last place of each run, and an array the previous place for each place. Together, they take at
+    most about 130 bytes per token. Making the index takes a microsecond per token, so it is not saved with contexts.
     """
 
     def __init__(self) -> None:
         self._tokens: list[int] = []
-        self._last: dict[tuple[int, ...], int] = {}  # position behind the last occurrence of a run
-        self._before = array("q", [])  # by position behind a run: that of the occurrence before it, or -1
+        self._last: dict[tuple[int, ...], int] = {}  # position after the last occurrence of a run
+        self._before = array("q", [])  # by position after a run: the position after its previous occurrence, or -1
 
     def follow(self, text: Sequence[int]) -> None:
-        """Takes in `text`, which goes on from, or is a beginning of, the one it has."""
+        """Updates the index to `text`, which continues the indexed text, or is its beginning."""
         tokens, before, last = self._tokens, self._before, self._last
         self.cut(len(text))
         for position in range(len(tokens), len(text)):
@@ -56,9 +56,9 @@ class Occurrences:
             tokens.pop()
 
     def longest(self) -> tuple[int, int]:
-        """Of the latest `_CANDIDATES` places where the last tokens came before, the one with the longest match, of
-        equally long ones the latest: the position behind it, and the tokens that match, `_MOST_COMPARED` at most; 0
-        tokens for none."""
+        """Finds the longest match of the last tokens among the latest `_CANDIDATES` earlier places; among equally long
+        matches, the latest. Returns the position after the match and its length, at most `_MOST_COMPARED` tokens; 0
+        tokens if there is none."""
         tokens, length = self._tokens, len(self._tokens)
         place, best = 0, 0
         at = self._before[-1] if length >= SHORTEST else -1
@@ -75,7 +75,7 @@ class Occurrences:
         return place, best
 
     def after(self, position: int, count: int) -> list[int]:
-        """`count` tokens from `position` on; where they reach the end of the text, they go on as they began."""
+        """`count` tokens from `position` on. At the end of the text, they are repeated from `position`."""
         found = self._tokens[position : position + count]
         while len(found) < count:
             found.append(found[len(found) - (len(self._tokens) - position)])
@@ -84,11 +84,15 @@ class Occurrences:
 
 @dataclass
 class Lookup:
-    """What of a sequence is looked up, and how often who drafted for it was right lately."""
+    """The index of a sequence's text, and the recent acceptance rate of each source of drafts."""
 
     occurrences: Occurrences = field(default_factory=Occurrences)
+    """The index of the text."""
     model: Acceptance = field(default_factory=Acceptance)
+    """The acceptance of the model's drafts."""
     short: Acceptance = field(default_factory=Acceptance)
+    """The acceptance of drafts after short matches."""
     long: Acceptance = field(default_factory=Acceptance)
+    """The acceptance of drafts after long matches."""
     last: Acceptance | None = None
-    """Whose the last proposal was."""
+    """The acceptance of the source of the last proposal; `None` if there was no proposal."""

@@ -1,7 +1,7 @@
-"""What a round does for the retrieval caches, and when their chunks are chosen anew.
+"""The work of a round for the retrieval caches, and when their chunks are chosen again.
 
-While tokens are drafted a round takes in the new tokens, and chooses the chunks of a sequence anew where the
-`RefreshPolicy` says so. While nothing is drafted it does as little as possible (`next_work`).
+While tokens are drafted, a round adds the new tokens to the caches, and chooses the chunks of a sequence again if its
+`RefreshPolicy` says so. While nothing is drafted, a round does as little as possible (`next_work`).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from ..caches.retrieval import RetrievalCache
 from ..settings import refresh_mode
 
 _FREE_SHARE = 0.03
-"""A refresh that takes a smaller share of its round than this is made every round."""
+"""A refresh is made every round if it takes a smaller share of the round than this."""
 
 _DROP = 0.8
 """Recent acceptance below this share of the acceptance right after the last refresh counts as a drop."""
@@ -27,40 +27,42 @@ _FADING = 0.8
 
 
 class RetrievalWork(IntEnum):
-    """What a round does for the retrieval caches."""
+    """The work of a round for the retrieval caches."""
 
     NONE = 0
+    """Nothing."""
     TAIL = 1
-    """The new tokens' keys and values, but not the attention that chunks are chosen by."""
+    """Adds the new tokens' keys and values. Does not keep the attention by which chunks are chosen."""
     REBUILD = 2
-    """The attention, and all chunks at once: what comes next is drafted."""
+    """Keeps the attention, and chooses all chunks at once, because drafting begins after this round."""
     FULL = 3
-    """The attention, new tokens, and, if drafts come, chunks as the refresh policy says."""
+    """Keeps the attention and adds the new tokens. If drafts follow, chooses chunks as the refresh policy says."""
 
 
 def next_work(last: RetrievalWork, drafts: bool, may_skip: bool) -> RetrievalWork:
-    """What the next round does, after a round that did `last`.
+    """The work of the next round, after a round that did `last`.
 
     Args:
-        drafts: whether something is to be drafted; after `REBUILD`, which comes first, the round after that.
+        drafts: whether something is to be drafted. If `REBUILD` has to come first, drafting begins one round later.
         may_skip: whether caches may be left alone.
     """
-    if last is RetrievalWork.NONE:  # the newest tokens may be on their way to host memory: all is taken in at once
+    if last is RetrievalWork.NONE:  # the newest tokens may be on their way to host memory: all are added at once
         return RetrievalWork.REBUILD if drafts or not may_skip else RetrievalWork.NONE
     if drafts:
         return RetrievalWork.FULL
     if last is RetrievalWork.TAIL and may_skip:
         return RetrievalWork.NONE
-    return RetrievalWork.TAIL  # which also takes in chunks that were on their way
+    return RetrievalWork.TAIL  # it also adds chunks that are on their way
 
 
 @dataclass
 class RefreshPolicy:
-    """Refresh every `round`, `never`, every so many rounds (a number), or `auto`: every round while that takes hardly
-    any time, else when acceptance drops, or some rounds later: the fewer the less the last one took.
+    """Decides when to refresh. `round`: every round. `never`. A number: every so many rounds. `auto`: every round while
+    a refresh takes hardly any time; otherwise when acceptance drops, or some rounds later. The less time the last
+    refresh took, the fewer these rounds are.
 
     Raises:
-        UsageError: anything else, or a number below 1.
+        UsageError: the mode is another one, or a number below 1.
     """
 
     mode: str | int = "auto"
@@ -70,13 +72,13 @@ class RefreshPolicy:
     _recent: float = field(default=1.0, init=False)
     """Running acceptance since the last refresh, starting at `_fresh`."""
     _cost_share: float = field(default=0.0, init=False)
-    """The last refresh's share of its round's time, less with every round, so that one slow refresh is forgotten."""
+    """The last refresh's share of its round's time. It decreases with every round, so one slow refresh is forgotten."""
 
     def __post_init__(self) -> None:
         self.mode = refresh_mode(self.mode)
 
     def due(self, accepted: int, proposed: int) -> bool:
-        """Whether to refresh after a round that accepted `accepted` of `proposed` tokens."""
+        """Whether to refresh after a round that accepted `accepted` of `proposed` tokens. Call it once a round."""
         self._rounds += 1
         self._cost_share *= _FADING
         if proposed:
@@ -94,29 +96,30 @@ class RefreshPolicy:
         return self.mode == "round"
 
     def done(self, seconds: float, round_seconds: float) -> None:
-        """Notes a refresh that took `seconds` after a round of `round_seconds`; with 0 seconds it counts as free."""
+        """Records a refresh that took `seconds` after a round of `round_seconds`. With 0 seconds, it counts as free."""
         self._rounds = 0
         self._cost_share = seconds / max(round_seconds, 1e-9)
 
 
 @dataclass(eq=False)
 class RetrievalRefresh:
-    """The retrieval cache of one sequence, as rounds bring it up to date."""
+    """Updates the retrieval cache of one sequence after each round."""
 
     retrieval: RetrievalCache
     policy: RefreshPolicy
     mass_rows: int
-    """Rows of a pass whose attention is kept where chunks are to be chosen by it; see `FullCache.keep_mass`."""
+    """The number of rows of the longest verification, whose attention is kept to choose chunks; see
+    `FullCache.keep_mass`."""
 
     def begin_round(self, work: RetrievalWork) -> None:
-        """Has the next pass of the full cache keep the attention that chunks are chosen by, or not."""
+        """Sets whether the next pass over the full cache keeps the attention by which chunks are chosen."""
         self.retrieval.source.keep_mass(self.mass_rows if work >= RetrievalWork.REBUILD else 0)
 
     def is_due(self, work: RetrievalWork, proposed: int, accepted: int, *, drafts: bool) -> bool:
-        """Whether a cache that is kept up to date gets other chunks with the round under way, which accepted so many of
-        the `proposed` tokens. Asked once a round: it counts them.
+        """Whether the chunks are chosen again with the current round, which accepted `accepted` of the `proposed`
+        tokens. Call it once a round, as it counts them.
 
-        Args: `drafts` says whether tokens are drafted from here on: if not, the choice waits.
+        Args: `drafts` is whether tokens are drafted from here on. If not, chunks are chosen only if the tail is full.
         """
         if work is not RetrievalWork.FULL:
             return False
@@ -124,7 +127,7 @@ class RetrievalRefresh:
         return (due and drafts) or self.retrieval.tail_is_full
 
     def end_round(self, work: RetrievalWork, due: bool) -> None:
-        """Takes in what was verified."""
+        """Adds the verified tokens to the cache, and chooses chunks again if `due` or if `work` is `REBUILD`."""
         if work is RetrievalWork.REBUILD:
             self.retrieval.refresh(at_once=True)
         elif due:
@@ -140,13 +143,15 @@ def end_round(
     round_s: Callable[[], float],
     synchronize: Callable[[], None] | None,
 ) -> float:
-    """Brings the retrieval caches of all sequences up to what was verified; the seconds that took.
+    """Adds the verified tokens to the retrieval caches of all sequences. Returns the seconds that this took.
 
     Args:
-        due: of each, whether its chunks are chosen anew.
-        round_s: seconds since the round began.
-        synchronize: waits for the device, where what a refresh took is to decide when the next one comes; `None` where
-            it must not, and each counts as free.
+        work: the work of this round.
+        caches: the retrieval caches.
+        due: for each cache, whether its chunks are chosen again.
+        round_s: returns the seconds since the round began.
+        synchronize: waits for the device, so that the time of a refresh can be measured and decides when the next one
+            comes. `None`: the time must not decide, and each refresh counts as free.
     """
     if work is RetrievalWork.NONE or not caches:
         return 0.0

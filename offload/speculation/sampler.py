@@ -1,4 +1,4 @@
-"""What draws the tokens of sequences: sampling parameters, noise, and where a text ends."""
+"""Draws the tokens of sequences: combines sampling parameters, noise, and the tokens that end a text."""
 
 from __future__ import annotations
 
@@ -27,16 +27,17 @@ class Sampler:
         return token in self.eos_token_ids
 
     def until_end(self, tokens: list[int]) -> list[int]:
-        """`tokens` up to the first that ends the text, which is kept."""
+        """`tokens` up to and including the first that ends the text."""
         end = next((i for i, token in enumerate(tokens) if self.ends(token)), len(tokens))
         return tokens[: end + 1]
 
 
 def distributions(logits: Tensor, samplers: Sequence[Sampler], rows: Sequence[int]) -> Tensor:
-    """The distributions that each sampler makes of its rows of `logits`; see `distribution`.
+    """The distributions `[n, vocab]` that each sampler makes of its rows of `logits`; see `distribution`.
 
     Args:
-        logits: `[n, vocab]`, the first `rows[0]` rows of the first sampler's sequence, and so on.
+        logits: `[n, vocab]`: the rows of the first sampler's sequence, then those of the second, and so on.
+        rows: the number of each sampler's rows.
     """
     filters = [sampler.sampling.filters for sampler in samplers]
     if filters.count(filters[0]) == len(filters):
@@ -49,8 +50,8 @@ def distributions(logits: Tensor, samplers: Sequence[Sampler], rows: Sequence[in
 
 
 def certain(tokens: Sequence[int], sampler: Sampler, vocab_size: int, device: torch.device) -> Tensor:
-    """The distributions `[len(tokens), vocab]` that proposed tokens come from which nothing was drawn for: each token
-    with certainty. Only the rule of fresh noise asks for them."""
+    """The distributions `[len(tokens), vocab]` of proposed tokens that were not drawn: each row gives its token
+    probability 1. Only the acceptance rule of fresh noise needs them; otherwise the result is `[0, vocab]`."""
     rows = len(tokens) if isinstance(sampler.noise, FreshNoise) else 0
     found = torch.zeros(rows, vocab_size, device=device)
     if rows:
@@ -62,8 +63,8 @@ def draw(weights: Tensor, samplers: Sequence[Sampler], rows: Sequence[int], posi
     """Draws a token from each row of `weights` `[n, vocab]`; see `CommonNoise.draw`.
 
     Args:
-        rows: how many of the rows are each sampler's.
-        positions: of each sampler's first row; those of its other rows follow.
+        rows: the number of each sampler's rows.
+        positions: the position in the text of each sampler's first row. The other rows are at the next positions.
     """
     noises = [sampler.noise for sampler in samplers]
     if len(noises) == 1 or (noises.count(noises[0]) == len(noises) and _position_free(noises[0])):
@@ -80,5 +81,5 @@ def draw(weights: Tensor, samplers: Sequence[Sampler], rows: Sequence[int], posi
 
 
 def _position_free(noise: Noise) -> bool:
-    """Whether its draws do not depend on positions."""
+    """Whether the draws of `noise` do not depend on positions."""
     return not isinstance(noise, CommonNoise) or noise.key is None

@@ -1,4 +1,4 @@
-"""How tokens are to be drawn, and what can be told of those that were. Needs no PyTorch."""
+"""Sampling parameters, and log probabilities of drawn tokens. Needs no PyTorch."""
 
 from __future__ import annotations
 
@@ -13,21 +13,26 @@ from ...tp.errors import UsageError
 class Sampling:
     """Sampling parameters. `temperature` 0 is greedy; `top_p` 1, `top_k` 0 and `min_p` 0 switch the filters off.
 
-    A seed is any whole number of 64 bits with a sign; -1 is one like others. One that was given is a text: the tokens
-    then follow from model, prompt and sampling parameters (and from the number of ranks, the dtype and the kernels),
-    not from what was drafted. With `None` tokens are drawn with fresh noise, with which a little more of the draft is
-    accepted.
+    A seed is any signed integer of 64 bits; -1 is a seed like any other. With a seed, the text is reproducible: the
+    tokens follow from model, prompt and sampling parameters (and from the number of ranks, the dtype and the kernels),
+    not from the draft tokens. With `None`, tokens are drawn with fresh noise, and the acceptance rate is a little
+    higher.
 
     Raises:
-        UsageError: a value out of range.
+        UsageError: a value is out of range.
     """
 
     temperature: float = 0.6
+    """0 (greedy) or more."""
     top_p: float = 0.9
+    """Above 0, at most 1 (off)."""
     top_k: int = 0
+    """0 (off) or more."""
     min_p: float = field(default=0.0, kw_only=True)
-    """Tokens are left out that are less likely than so much of the likeliest one's probability, after temperature."""
+    """From 0 (off) to 1. Leaves out tokens less likely than this share of the likeliest token's probability, after
+    temperature."""
     seed: int | None = None
+    """From -2^63 to 2^63 - 1; `None`: fresh noise."""
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.temperature <= sys.float_info.max:
@@ -43,11 +48,12 @@ class Sampling:
 
     @property
     def greedy(self) -> bool:
+        """Whether the temperature is 0."""
         return self.temperature == 0.0
 
     @property
     def filters(self) -> dict[str, Any]:
-        """All but the seed, by name: what makes a distribution of logits."""
+        """All parameters except the seed, by name. They turn logits into a distribution."""
         return {name: value for name, value in vars(self).items() if name != "seed"}
 
 
@@ -57,10 +63,11 @@ OFF = {"top_p": 1.0, "top_k": 0, "min_p": 0.0}
 
 @dataclass(frozen=True)
 class TokenLogprobs:
-    """Natural logarithms of probabilities that the target gave, before temperature and filters."""
+    """The target's log probabilities at one position (natural logarithm), before temperature and filters."""
 
     token: int
-    """A token of the text."""
+    """The token of the text."""
     logprob: float
+    """The log probability of `token`."""
     top: tuple[tuple[int, float], ...]
-    """The likeliest tokens in its place, and theirs."""
+    """The likeliest tokens at this position, each with its log probability."""

@@ -1,4 +1,4 @@
-"""What the tiers know of a sequence that is being decoded: its tokens, how they are drawn, and its caches."""
+"""A sequence as the tiers see it while it is decoded: its tokens, how they are drawn, and its caches."""
 
 from __future__ import annotations
 
@@ -18,17 +18,19 @@ from .sampling import TokenLogprobs
 
 @dataclass
 class Counts:
-    """What a tier has done for a sequence, or for all, so far."""
+    """The counts of a tier so far, for one sequence or for all."""
 
     seconds: float = 0.0
-    """Seconds in its own passes, without its drafter's. A pass takes its time for each of the sequences in it."""
+    """Seconds in the tier's own passes, without its drafter's. The time of a pass counts in full for each sequence in
+    it."""
     passes: int = 0
+    """The number of the tier's own passes."""
     proposed: int = 0
-    """Draft tokens that its passes were given to test."""
+    """Draft tokens in these passes."""
     accepted: int = 0
-    """Those of them that were accepted."""
+    """Draft tokens that were accepted."""
     tested: int = 0
-    """Those that were accepted or rejected: nothing after the first rejection of a pass is tested."""
+    """Draft tokens that were accepted or rejected. Nothing after the first rejection of a pass is tested."""
 
 
 @dataclass(eq=False)
@@ -43,18 +45,19 @@ class TokenSequence:
     counts: dict[str, Counts] = field(default_factory=dict)
     """By the name of the tier."""
     rated: dict[str, list[float]] = field(default_factory=dict)
-    """By the name of the tier: how sure it was of each token of its last draft; see `distribution.certainties`. Empty
-    where nobody asked."""
+    """By the name of the tier: its certainty of each token of its last draft; see `distribution.certainties`. Empty if
+    it was not requested."""
     lookup: Lookup = field(default_factory=Lookup)
-    """What `--draft lookup` drafts from."""
+    """The index from which `--draft lookup` drafts."""
     matcher: Matcher | None = None
-    """What may follow within its grammar, if it has one."""
+    """Follows the answer in its grammar; `None` without a grammar."""
     forced: int = 0
-    """Of its last draft, the first tokens, which the grammar leaves no choice for."""
+    """The number of leading tokens of the last draft for which the grammar leaves no choice."""
     top_logprobs: int | None = None
-    """Of how many of the likeliest tokens logarithms are wanted besides each token's own; `None` for none at all."""
+    """The number of likeliest tokens whose log probabilities are kept besides each token's own; `None`: none are kept.
+    """
     logprobs: list[TokenLogprobs] = field(default_factory=list)
-    """Of the tokens so far, if wanted."""
+    """The log probabilities of the tokens so far, if requested."""
 
     def __post_init__(self) -> None:
         for name in self.passes:
@@ -67,9 +70,9 @@ class TokenSequence:
             cache.rollback(length)
 
     def keep_logprobs(self, tokens: Sequence[int], logits: Tensor) -> None:
-        """Keeps the logarithms for `tokens`, if they are wanted.
+        """Keeps the log probabilities of `tokens`, if they are requested.
 
-        Args: `logits` `[len(tokens) or more, vocab]` are the full cache's, those of the first token first.
+        Args: `logits` `[len(tokens) or more, vocab]` are those of the full cache, from the first token on.
         """
         if self.top_logprobs is not None:
             self.logprobs += logprobs_of(logits[: len(tokens)], tokens, self.top_logprobs)
@@ -79,28 +82,30 @@ class GrammarFailed(SequencesFailed, GrammarError):
     """The grammars of some sequences cannot be followed any further."""
 
     def __init__(self, reasons: Sequence[tuple[object, str]]) -> None:
-        """Args: `reasons`: these sequences, each with its own."""
+        """Args: `reasons`: these sequences, each with its reason."""
         message = f"the answer's grammar cannot be followed any further: {in_a_line(reasons[0][1])}"
         super().__init__(message, [one for one, _ in reasons])
         self._reasons = reasons
 
     def alone(self, one: object) -> GrammarFailed:
+        """The error of one of the sequences, which refers to none."""
         return GrammarFailed([(None, next(reason for whose, reason in self._reasons if whose is one))])
 
 
 def forbid(
     logits: Tensor, sequences: Sequence[TokenSequence], proposed: Sequence[Sequence[int]], tier: str, known: int
 ) -> None:
-    """Takes from `logits`, in place, what may not follow the context of each sequence, and each of its proposed tokens
-    behind it: where a sequence has no grammar, nothing.
+    """Sets `logits` of tokens that the grammars forbid to minus infinity, in place: after the context of each sequence,
+    and after each of its proposed tokens. Rows of a sequence without a grammar do not change.
 
     Args:
-        logits: `[sum of len(proposed[i]) + 1, vocab]`, of one sequence after another.
-        tier: by whose passes they are; what that of the full cache has drawn is what the text is.
-        known: tokens that it knows: a row stays as it is if none of these may come, which drafts only meet.
+        logits: `[sum of len(proposed[i]) + 1, vocab]`, one sequence after another.
+        tier: the tier whose passes computed them. Tokens that the full cache's tier has drawn are the text.
+        known: the number of tokens in the tier's vocabulary. A row does not change if none of these tokens is allowed,
+            which happens to drafts only.
 
     Raises:
-        GrammarFailed: of some sequences.
+        GrammarFailed: the grammars of some sequences cannot be followed any further.
     """
     failed: list[tuple[object, str]] = []
     first = 0

@@ -1,11 +1,11 @@
-"""The speculation loop: tiers that draft for one another, each a decoder with a cache, all running the same step.
+"""The speculation loop: tiers that draft for one another. Each is a decoder with a cache, and all run the same step.
 
-A tier's `step` asks its drafter for tokens, tests them in one pass, keeps those that are accepted and draws one more:
-what it emits is distributed exactly as its own decoding would be. A tier without a drafter decodes token by token.
-Three tiers (small model, target on a retrieval cache, target on the full cache) are three of these in a row. How far
-each drafts is decided by its `DraftControl`.
+A tier's `step` asks its drafter for tokens, tests them in one pass, keeps the accepted ones and draws one more token.
+The emitted tokens have exactly the distribution of the tier's own decoding. A tier without a drafter decodes token by
+token. With three tiers, the small model drafts for the target on a retrieval cache, which drafts for the target on the
+full cache. The `DraftControl` of a tier decides how many tokens are drafted.
 
-Sequences that are decoded together take their steps together: one pass for all of them that still ask for tokens.
+Sequences that are decoded together take their steps together: one pass for all that still need tokens.
 """
 
 from __future__ import annotations
@@ -31,39 +31,43 @@ from .sampler import certain, distributions, draw
 from .sequence import TokenSequence, forbid
 
 AcceptanceRule = Callable[..., tuple[list[tuple[int, int]], list[list[float]]]]
-"""`acceptance.accept`, or what a test has in its place."""
+"""`acceptance.accept`, or a substitute in a test."""
 
 Emitted = tuple[list[int], Tensor]
-"""Tokens that follow a sequence's context, and the distributions `[tokens, vocab]` they were drawn from."""
+"""Tokens that follow a sequence's context, and the distributions `[tokens, vocab]` from which they were drawn."""
 
 
 @dataclass(eq=False)
 class Tier:
     """One level of speculation.
 
-    Between steps a sequence's cache may lack the last tokens of its context; a step's first pass processes those too.
+    Between steps, a sequence's cache may lack the last tokens of its context. The first pass of a step processes these
+    tokens too.
     """
 
     name: str
+    """`verify` (full cache), `retrieval` (retrieval cache), `draft` (small model) or `lookup`."""
     decoder: Decoder
     control: DraftControl
+    """Decides how many tokens are drafted for the tier."""
     vocab_size: int
-    """Of the target: every tier's distributions are over its tokens."""
+    """The size of the target's vocabulary. The distributions of all tiers are over its tokens."""
     drafter: Tier | None = None
+    """The tier that drafts for this one; `None`: no draft."""
     accept: AcceptanceRule = accept
-    """Which of the drafter's tokens are kept, and what follows them."""
+    """Decides which of the drafter's tokens are kept, and draws the token that follows them."""
     _joined: dict[tuple[Passes, ...], JoinedPasses] = field(default_factory=dict, init=False)
 
     def step(self, sequences: Sequence[TokenSequence], limits: Sequence[int], *, rated: bool = False) -> list[Emitted]:
-        """Emits 1 to `limits[i]` tokens that follow the context of each sequence, and this tier's own distributions.
+        """Emits 1 to `limits[i]` tokens that follow the context of each sequence, with this tier's own distributions.
 
         Nothing comes after an end-of-sequence token. Contexts are not changed.
 
-        Raises:
-            NotFiniteError, GrammarFailed: of some sequences logits are not finite, or a grammar cannot go on; contexts
-                and caches are as far as they came.
+        Args: `rated`: whether this tier's certainties of the tokens are stored in `TokenSequence.rated`.
 
-        Args: `rated`: whether `TokenSequence.rated` gets how sure this tier is of the tokens.
+        Raises:
+            NotFiniteError, GrammarFailed: the logits of some sequences are not finite, or a grammar cannot be followed
+                any further. Contexts and caches stay in the state reached so far.
         """
         asked = self.control.begin_step() if self.drafter else 0
         wanted = [min(asked, limit - 1) for limit in limits]
@@ -94,12 +98,12 @@ class Tier:
     def extend(
         self, sequences: Sequence[TokenSequence], counts: Sequence[int], least_chance: float = 0.0
     ) -> list[Emitted]:
-        """Repeats `step` until `counts[i]` tokens follow each sequence's context, or it ends, or a further token is not
-        worth its time; returns the same as `step`.
+        """Repeats `step` until `counts[i]` tokens follow each sequence's context, the text ends, or a further token is
+        not worth its time. Returns the same as `step`.
 
-        Args: `least_chance`: ends where it is less likely than this that the next token, and all of these before it,
-            are accepted, on average over the sequences; after one step at the earliest. `TokenSequence.rated` then has
-            how sure this tier was of them.
+        Args: `least_chance`: ends early if the next token, with all of these before it, is less likely than this to be
+            accepted, on average over the sequences. It ends after one step at the earliest. If above 0, this tier's
+            certainties of the tokens are stored in `TokenSequence.rated`.
         """
         if self.drafter is None and not least_chance:
             return self._step_without_draft(sequences, max(counts), counts)
@@ -116,7 +120,7 @@ class Tier:
                 found = self.step(some, limits, rated=least_chance > 0)
             else:
                 found = self._step_without_draft(some, min(self.control.read_together, max(limits)), limits, rated=True)
-            # Copies: rows of a pass over all would keep those of all that were rejected, as long as they last.
+            # Copies the rows, as views would keep the memory of the whole pass, with the rejected rows.
             found = [(tokens, target.clone()) for tokens, target in found]
             for i, (tokens, target) in zip(going, found, strict=True):
                 sequences[i].context.extend(tokens)
@@ -135,8 +139,8 @@ class Tier:
         return emitted
 
     def read(self, sequences: Sequence[TokenSequence]) -> Tensor:
-        """One pass over the tokens of each context that this tier's caches lack, at least one, and at most `STEP_ROWS`
-        together: the logits `[sequences, vocab]` of what follows."""
+        """Computes one pass over the tokens of each context that this tier's caches lack: at least one token of each,
+        at most `STEP_ROWS` in all. Returns the logits `[sequences, vocab]` of the next tokens."""
         pending = [self._pending(sequence) for sequence in sequences]
         passes = JoinedPasses([sequence.passes[self.name] for sequence in sequences], captures=False)
         token_ids = self.decoder.readable(self._concatenated(pending))
@@ -144,7 +148,7 @@ class Tier:
         return cover(logits, self.vocab_size)
 
     def rollback(self, sequence: TokenSequence, length: int) -> None:
-        """Rolls the sequence's caches of this tier and those below back to its first `length` tokens, if they hold
+        """Rolls the sequence's caches of this tier and the tiers below back to the first `length` tokens, if they hold
         more."""
         sequence.rollback(self.name, length)
         if self.drafter:
@@ -153,8 +157,8 @@ class Tier:
     def _drafts(
         self, sequences: Sequence[TokenSequence], wanted: Sequence[int]
     ) -> list[tuple[list[int], Tensor | None]]:
-        """Up to `wanted[i]` draft tokens for each sequence, and what they were drawn from. What a grammar leaves no
-        choice for comes first."""
+        """Up to `wanted[i]` draft tokens for each sequence, and the distributions from which they were drawn. Tokens
+        for which a grammar leaves no choice come first."""
         assert self.drafter
         forced = [self._forced(sequence, count) for sequence, count in zip(sequences, wanted, strict=True)]
         for sequence, tokens in zip(sequences, forced, strict=True):
@@ -179,19 +183,18 @@ class Tier:
         return drafts
 
     def _forced(self, sequence: TokenSequence, most: int) -> list[int]:
-        """The next tokens, up to `most`, if a grammar leaves no choice for them; for the tier that decides about the
-        text."""
+        """The next tokens, at most `most`, for which a grammar leaves no choice. Only in the tier on the full cache."""
         return sequence.matcher.forced(sequence.context, most) if sequence.matcher and self.name == "verify" else []
 
     def end_draft(self, sequences: Sequence[TokenSequence]) -> None:
-        """Takes from this tier's caches what was computed otherwise than it will be: a multi-token-prediction head has
-        its own results, or nothing, in the place of the target's hidden states for what was drafted."""
+        """Rolls back the entries of this tier's caches that will be computed again with other inputs. While drafting, a
+        multi-token-prediction head uses its own results, or nothing, in place of the target's hidden states."""
         for sequence, cache in self._of_heads(sequences):
             assert cache.hidden_states
             self.rollback(sequence, min(len(sequence.context), cache.hidden_states.known.stop + 1))
 
     def _of_heads(self, sequences: Sequence[TokenSequence]) -> Iterator[tuple[TokenSequence, StreamingCache]]:
-        """With the caches of this tier, if it drafts with a multi-token-prediction head."""
+        """The sequences with their caches of this tier, if it drafts with a multi-token-prediction head; else none."""
         for sequence in sequences if self.decoder.config.is_head else ():
             cache = sequence.passes[self.name].cache
             assert isinstance(cache, StreamingCache)
@@ -200,8 +203,9 @@ class Tier:
     def _verify(
         self, sequences: Sequence[TokenSequence], proposed: Sequence[list[int]]
     ) -> tuple[Tensor, list[int], int]:
-        """One pass over what is proposed: the logits of what follows each sequence's context and each of its proposed
-        tokens, one sequence after another; how many rows each has; and how many tokens the pass processed in all."""
+        """Computes one pass over the proposed tokens. Returns the logits after each sequence's context and after each
+        of its proposed tokens, one sequence after another; the number of rows of each sequence; and the number of
+        tokens that the pass processed in all."""
         rows = [len(tokens) + 1 for tokens in proposed]
         self._catch_up(sequences, sum(rows))
         pending = [self._pending(s) + tokens for s, tokens in zip(sequences, proposed, strict=True)]
@@ -209,8 +213,8 @@ class Tier:
         return logits, rows, sum(map(len, pending))
 
     def _keep(self, sequence: TokenSequence, tokens: list[int], rated: list[float]) -> list[int]:
-        """What of a pass's tokens is kept: up to an end-of-sequence token. Caches are rolled back to it, but for the
-        last token, which the next pass processes."""
+        """Keeps the tokens of a pass up to an end-of-sequence token, and returns them. Caches are rolled back to these
+        tokens without the last one, which the next pass processes."""
         kept = sequence.sampler.until_end(tokens)
         self.rollback(sequence, len(sequence.context) + len(kept) - 1)
         sequence.rated[self.name] = rated[: len(kept)]
@@ -225,7 +229,7 @@ class Tier:
         accepted: Sequence[int],
         emitted: Sequence[Emitted],
     ) -> None:
-        """Tells the control what a step with a draft took and brought."""
+        """Reports the time and the tokens of a step with a draft to the control."""
         assert self.drafter
         control, steady = self.control, self._was_steady(sequences)
         control.note_passes(sequences, 1, processed, steady)
@@ -242,8 +246,7 @@ class Tier:
         *,
         rated: bool = False,
     ) -> list[Emitted]:
-        """`extend` without a draft. Tokens drawn after an end-of-sequence token, or beyond those that were asked for,
-        are dropped."""
+        """`extend` without a drafter. Tokens after an end-of-sequence token, or beyond `counts`, are dropped."""
         self.control.begin_pass(drafted=False)
         rows = sum(len(self._pending(sequence)) + steps - 1 for sequence in sequences)
         drawn, targets, sure, logits = self._drawn(sequences, steps, rated)
@@ -253,10 +256,10 @@ class Tier:
         check_finite(sequences, [tokens[i * steps : (i + 1) * steps] for i in range(len(sequences))])
         for i, sequence in enumerate(sequences):
             wanted = steps if counts is None else counts[i]
-            first = drawn.numel() + i * steps  # nothing is there unless they were rated
+            first = drawn.numel() + i * steps  # there are no numbers unless tokens were rated
             ratings = [number / 1e6 for number in numbers[first : first + steps]]
             kept = self._keep(sequence, tokens[i * steps : (i + 1) * steps][:wanted], ratings)
-            if self.name == "verify":  # of which a step is one token
+            if self.name == "verify":  # here, a step is one token
                 sequence.keep_logprobs(kept, logits[i])
             emitted.append((kept, targets[i, : len(kept)]))
         steady = self._was_steady(sequences)
@@ -267,10 +270,10 @@ class Tier:
     def _drawn(
         self, sequences: Sequence[TokenSequence], count: int, rated: bool
     ) -> tuple[Tensor, Tensor, Tensor | None, list[Tensor]]:
-        """Draws `count` tokens of each sequence one after another: `[sequences, count]`, their distributions
-        `[sequences, count, vocab]`, if `rated` the `rounded_certainties` of the tokens, `[sequences, count]`, and the
-        logits of the first ones, `[1, vocab]` each. They stay on the device; tokens that were drawn from NaN are
-        below 0."""
+        """Draws `count` tokens of each sequence, one after another. Returns the tokens `[sequences, count]`; their
+        distributions `[sequences, count, vocab]`; if `rated`, the `rounded_certainties` of the tokens
+        `[sequences, count]`, else `None`; and the logits of the first tokens, `[1, vocab]` each. All stay on the
+        device. Tokens that were drawn from NaN are below 0."""
         self._catch_up(sequences, len(sequences))
         waiting = [self._pending(sequence) for sequence in sequences]
         pending, counts = self._concatenated(waiting), [len(tokens) for tokens in waiting]
@@ -281,7 +284,7 @@ class Tier:
         unmasked: list[Tensor] = []
         while len(tokens) < count:
             logits = self._logits(sequences, pending, counts, one_each)
-            if not tokens:  # what follows those that the host has not read is not known
+            if not tokens:  # later tokens are not masked: the host has not read the tokens before them
                 unmasked = self._own_logits(sequences, logits.split(one_each))
                 forbid(logits, sequences, [()] * len(sequences), self.name, self.decoder.config.vocab_size)
             rows.append(distributions(logits, samplers, one_each))
@@ -294,8 +297,7 @@ class Tier:
         return drawn, targets, torch.stack(sure, dim=1) if rated else None, unmasked
 
     def _own_logits(self, sequences: Sequence[TokenSequence], logits: Sequence[Tensor]) -> list[Tensor]:
-        """Each sequence's logits; as they are before its grammar forbids some tokens, where logarithms of their
-        probabilities are wanted."""
+        """The logits of each sequence, copied if its grammar will mask them and log probabilities are needed."""
         wanted = [one.matcher and one.top_logprobs is not None and self.name == "verify" for one in sequences]
         return [part.clone() if is_wanted else part for part, is_wanted in zip(logits, wanted, strict=True)]
 
@@ -304,8 +306,8 @@ class Tier:
         return sequence.context[sequence.passes[self.name].cache.length :]
 
     def _catch_up(self, sequences: Sequence[TokenSequence], rows: int) -> None:
-        """Brings caches that lack many tokens, as nothing was drafted for a while, up to the last token of the context,
-        where all together would be more than the rows of a step; `rows` come besides."""
+        """Processes the tokens that caches lack, except the last one, if all together would have more rows than a step.
+        Caches lack many tokens if nothing was drafted for a while. `rows` are the further rows of the pass."""
         for sequence, cache in self._of_heads(sequences):
             cache.skip_unseen(len(sequence.context))
         if len(sequences) == 1 or rows + sum(len(self._pending(sequence)) for sequence in sequences) <= STEP_ROWS:
@@ -322,8 +324,8 @@ class Tier:
     def _logits(
         self, sequences: Sequence[TokenSequence], pending: Tensor, counts: Sequence[int], rows: Sequence[int]
     ) -> Tensor:
-        """Runs a pass over the next `counts[i]` tokens of each sequence; the logits over the target's vocabulary of
-        what follows the last `rows[i]` of them."""
+        """Computes a pass over the next `counts[i]` tokens of each sequence. Returns the logits, over the target's
+        vocabulary, after the last `rows[i]` of them."""
         token_ids = self.decoder.readable(pending)
         if len(sequences) == 1:
             logits = sequences[0].passes[self.name].forward(token_ids, rows[0])
@@ -332,13 +334,13 @@ class Tier:
         return cover(logits, self.vocab_size)
 
     def _together(self, sequences: Sequence[TokenSequence]) -> JoinedPasses:
-        """The passes over all of these sequences, which are kept until others join or one of those that are decoded
-        ends. Of all that run they are captured, and of some of them as long as their members are not more together than
-        the plan's reserve counts: each set has captured passes of its own."""
+        """The passes over these sequences together. They are kept until other sequences join or one of them ends. Those
+        over all running sequences are captured. Each smaller set of sequences has captured passes of its own, as long
+        as the sets have no more members in all than the plan's reserve counts."""
         members = tuple(sequence.passes[self.name] for sequence in sequences)
         if members not in self._joined:
             most = max(map(len, self._joined), default=0)
-            if len(members) > most:  # a round's first pass is of all that run
+            if len(members) > most:  # the first pass of a round is over all running sequences
                 self._joined.clear()
                 most = len(members)
             room = JOINED * most - sum(len(known) for known, passes in self._joined.items() if passes.captures)
@@ -346,14 +348,15 @@ class Tier:
         return self._joined[members]
 
     def held(self) -> Held:
-        """See `offload.held`: what this tier and those below have of several sequences together."""
+        """See `offload.held`: tensors of passes over several sequences together, of this tier and the tiers below."""
         for passes in self._joined.values():
             yield from passes.held()
         if self.drafter:
             yield from self.drafter.held()
 
     def drop_joined(self) -> None:
-        """Drops what this tier and those below keep of the sequences of their last pass, as one of them has ended."""
+        """Drops the passes over several sequences together, of this tier and the tiers below. Called when a sequence
+        ends."""
         self._joined.clear()
         if self.drafter:
             self.drafter.drop_joined()
@@ -365,7 +368,7 @@ class Tier:
 
 
 def cover(logits: Tensor, vocab_size: int) -> Tensor:
-    """`logits` `[n, any]` as `[n, vocab_size]`, as distributions are always over the target's vocabulary, and a draft's
-    may be padded otherwise: surplus tokens are dropped, missing ones get probability 0."""
+    """Fits `logits` `[n, any]` to `[n, vocab_size]`. Distributions are always over the target's vocabulary; that of a
+    draft may be padded differently. Surplus tokens are dropped, missing ones get probability 0."""
     missing = vocab_size - logits.shape[-1]
     return logits if missing == 0 else F.pad(logits, (0, missing), value=float("-inf"))

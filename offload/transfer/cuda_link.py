@@ -1,8 +1,7 @@
-"""The link on CUDA: copies on streams of their own, one a direction, ordered against computation by events.
+"""The link on CUDA. Each direction has its own stream. Events order the copies relative to computation.
 
-Host memory must be page-locked (`page_locking`), or a copy neither runs beside computation nor reaches the link's
-speed.
-Every wait below is there because a run goes wrong without it: a test removes them one at a time.
+Host memory must be page-locked (`page_locking`). Otherwise copies would neither run during computation nor reach the
+link's speed. Every wait below is necessary for correct results: a test removes them one at a time.
 """
 
 from __future__ import annotations
@@ -29,7 +28,8 @@ class CudaLink:
         self, device: torch.device, *, runtime: CudaRuntime | None = None, largest_piece: int = LARGEST_PIECE
     ) -> None:
         """Args:
-        runtime: CUDA, or what stands for it in tests.
+        device: the GPU.
+        runtime: CUDA, or a simulator in tests.
         largest_piece: see `page_locking.pieces`.
         """
         self._largest_piece = largest_piece
@@ -38,18 +38,20 @@ class CudaLink:
         self._copies: deque[tuple[Any, Any, int]] = deque()  # events before and after, bytes
         self._waits: deque[tuple[Any, Any]] = deque()
         self._traffic = Traffic()
-        self._stored = False  # since a fetch was last asked for
+        self._stored = False  # whether a store was requested after the last fetch
 
     def host_memory(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Raises:
-        CapacityError: the system does not page-lock so much.
+        """See `Link`. The memory is page-locked.
+
+        Raises:
+            CapacityError: the system does not page-lock this amount of memory.
         """
         return locked_memory(shape, dtype, self._runtime, largest_piece=self._largest_piece)
 
     def fetch(self, source: Tensor, buffer: Tensor) -> _Arrival:
-        self._inwards.wait_stream(self._runtime.current_stream())  # which may still read the buffer
+        self._inwards.wait_stream(self._runtime.current_stream())  # computation may still read the buffer
         if self._stored:
-            self._inwards.wait_stream(self._outwards)  # which may still write the source
+            self._inwards.wait_stream(self._outwards)  # a store may still write the source
             self._stored = False
         with self._runtime.use(self._inwards):
             began = self._runtime.record_event(self._inwards)
@@ -59,7 +61,7 @@ class CudaLink:
         return _Arrival(self, done)
 
     def store(self, source: Tensor, target: Tensor) -> _Arrival:
-        self._outwards.wait_stream(self._runtime.current_stream())  # which may still write the source
+        self._outwards.wait_stream(self._runtime.current_stream())  # computation may still write the source
         with self._runtime.use(self._outwards):
             target.copy_(source, non_blocking=True)
             done = self._runtime.record_event(self._outwards)
@@ -72,7 +74,7 @@ class CudaLink:
         self._outwards.synchronize()
 
     def traffic(self) -> Traffic:
-        """What crossed the link so far; copies still under way are not counted yet."""
+        """What crossed the link so far. Copies in progress are not counted yet."""
         bytes_in, busy_ms, waited_ms = 0, 0.0, 0.0
         while self._copies and self._copies[0][1].query():
             began, done, num_bytes = self._copies.popleft()
@@ -94,15 +96,15 @@ class CudaLink:
         self._runtime.synchronize()
 
     def wait(self, done: Any) -> None:
-        """Makes the current stream wait for the event `done`, and counts how long it does."""
-        stream = self._runtime.current_stream()  # asked for once: PyTorch takes eight microseconds
+        """Makes the current stream wait for the event `done`, and records how long it waits."""
+        stream = self._runtime.current_stream()  # called once, because PyTorch takes eight microseconds for it
         began = self._runtime.record_event(stream)
         stream.wait_event(done)
         self._waits.append((began, self._runtime.record_event(stream)))
 
 
 class _Arrival:
-    """A copy under way."""
+    """A copy in progress."""
 
     def __init__(self, link: CudaLink, done: Any) -> None:
         self._link, self._done = link, done

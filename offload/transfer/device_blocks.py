@@ -1,8 +1,8 @@
-"""Blocks of keys and values that all live on the compute device: a block is a view, and nothing moves.
+"""Blocks of keys and values that are all on the compute device: a block is a view, and nothing moves.
 
-Layout per layer: `[num_blocks, 2, num_kv_heads, block_size, head_dim]`, so that the keys and values of one block are
-adjacent and contiguous, as they are where blocks travel (`streamed_blocks`). This is the CPU's own case, and a GPU's
-whose memory holds the whole cache.
+The layout of a layer is `[num_blocks, 2, num_kv_heads, block_size, head_dim]`. So the keys and values of one block are
+adjacent and contiguous, as for blocks that stream (`streamed_blocks`). This is used on a CPU, and on a GPU whose memory
+holds the whole cache.
 """
 
 from __future__ import annotations
@@ -25,86 +25,93 @@ from .placement import Placement
 
 @dataclass(frozen=True)
 class PausedPass:
-    """A pass over many tokens, between two of its slices."""
+    """The state of a paused pass over many tokens, between two of its slices."""
 
     state: tuple[int, ...]
     workspace: Tensor | None
-    """Where the keys and values of the layer that it is at are collected."""
+    """The workspace with the keys and values of the current layer."""
 
 
 @dataclass(frozen=True)
 class Footprint:
-    """Bytes of blocks that `held` does not tell apart or does not know."""
+    """Bytes of blocks that `held` does not show, or does not show separately."""
 
     host: int = 0
-    """Taken in host memory, where that is not the device's."""
+    """Bytes taken in host memory, if the device is not the host."""
     disk: int = 0
-    """Taken on a disk, by what exceeds host memory."""
+    """Bytes taken on a disk, for blocks for which host memory has no room."""
     spare: int = 0
-    """On the device, of blocks that host memory has room for as well."""
+    """Bytes on the device of resident blocks for which host memory has room, too."""
     untouched: int = 0
-    """On the device, of memory that no token has come to: a CPU's system counts it as free."""
+    """Bytes on the device that no token has used yet. On a CPU, the system counts this memory as free."""
 
 
 class Blocks(Protocol):
-    """Where the keys and values of a full cache are. Positions are tokens; layers come in ascending order."""
+    """The blocks of a full cache. Positions are in tokens. Layers come in ascending order."""
 
     block_size: int
     dtype: torch.dtype
     device: torch.device
     all_on_device: bool
-    """Whether all blocks stay on the device, where chunks can be gathered at any time for next to nothing; else they
-    are to be copied while their blocks pass."""
+    """Whether all blocks stay on the device. If so, gathering chunks costs very little at any time. If not, chunks
+    should be copied while their blocks stream."""
 
     @property
     def capacity(self) -> int:
-        """Tokens there is room for."""
+        """The maximum number of tokens."""
         ...
 
     @property
     def placement(self) -> Placement:
-        """Where they are now."""
+        """The present placement of the blocks."""
         ...
 
     def held(self) -> Held:
-        """See `offload.held`: `resident_kv`, keys and values that live on the device, and what others pass through."""
+        """See `offload.held`: `resident_kv`, keys and values that stay on the device, and the buffers through which
+        other blocks stream."""
         ...
 
     @property
-    def footprint(self) -> Footprint: ...
+    def footprint(self) -> Footprint:
+        """The bytes that the blocks take besides those in `held`."""
+        ...
 
     def offload(self, num_bytes: int) -> int:
-        """Moves blocks to host memory that it has room for, between two passes, until at least so many bytes of the
-        device are free or none is left; how many bytes are free then that were not. No token changes by it."""
+        """Moves resident blocks for which host memory has room off the device, between two passes. Stops when at least
+        `num_bytes` of the device are freed, or no such block is left. Keys and values do not change.
+
+        Returns:
+            The bytes of the device that were freed.
+        """
         ...
 
     def traffic(self) -> Traffic:
-        """What crossed a link, or was read from a disk, so far."""
+        """What crossed the link, or was read from the disk, so far."""
         ...
 
     def prepare(
         self, start: int, n: int, *, rows: int | None = None, first_row: int | None = None, stop: int | None = None
     ) -> None:
-        """Says that every layer's tokens `start` to `start + n` come next.
+        """Announces a pass in which tokens `start` to `start + n` are added to every layer.
 
-        Args: where rows of other sequences attend, too:
-            rows: how many may come in several parts; default `n`.
+        Args: if rows of other sequences attend to these blocks, too:
+            rows: number of rows, which may come in several parts; default `n`.
             first_row: position of the first row; default `start`.
-            stop: position behind the last token that rows attend to; default `start + n`.
+            stop: position of the last token to which rows attend, plus 1; default `start + n`.
         """
         ...
 
     def release(self) -> None:
-        """Gives back what was taken for a pass over many tokens, which has ended."""
+        """Frees the memory that was taken for a pass over many tokens, after the pass has ended."""
         ...
 
     def pause(self) -> PausedPass | None:
-        """Sets the pass under way aside, one of more than `Limits.step_rows` where blocks stream: other sequences'
-        passes may come before `resume` goes on with it."""
+        """Pauses the current pass, so that passes of other sequences can run before `resume`. If blocks stream, only a
+        pass of more than `Limits.step_rows` rows can be paused."""
         ...
 
     def resume(self, paused: PausedPass | None) -> None:
-        """Goes on with a pass that was set aside; what others attended to since is as it was."""
+        """Continues a paused pass. The tokens to which others attended in the meantime must not have changed."""
         ...
 
     def append(self, layer: int, start: int, k: Tensor, v: Tensor) -> None:
@@ -112,15 +119,17 @@ class Blocks(Protocol):
         ...
 
     def pieces(self, layer: int, first: int, stop: int, *, joined: bool = False) -> Iterator[tuple[int, Tensor]]:
-        """The blocks that hold tokens `first` (or some before) to `stop`, in order: the position of a block's first
-        token and the block, `[2, num_kv_heads, any, head_dim]`, on the device until the next one is asked for.
+        """Yields the blocks that hold tokens `first` (or some before) to `stop`, in order: the position of the block's
+        first token, and the block `[2, num_kv_heads, any, head_dim]`. A block is on the device until the next one is
+        requested.
 
-        Args: `joined`: whether blocks that lie together may come as one.
+        Args: `joined` is whether adjacent blocks may come as one.
         """
         ...
 
     def at_once(self, layer: int) -> Tensor | None:
-        """All blocks `[num_blocks, 2, num_kv_heads, block_size, head_dim]` where they lie on the device together."""
+        """All blocks of a layer, `[num_blocks, 2, num_kv_heads, block_size, head_dim]`; `None` if they are not in one
+        tensor on the device."""
         ...
 
     def slice(self, layer: int, start: int, stop: int) -> tuple[Tensor, Tensor]:
@@ -132,28 +141,35 @@ class Blocks(Protocol):
         ...
 
     def rollback(self, length: int) -> None:
-        """Says that tokens from `length` on are forgotten in every layer."""
+        """Forgets the tokens from `length` on in every layer."""
         ...
 
     def drain(self) -> None:
-        """Waits until no copy is under way, so that tokens can be exported or restored."""
+        """Waits until no copy is in progress, so that tokens can be exported or restored."""
         ...
 
     def export(self, layer: int, start: int, stop: int) -> Callable[[], list[Tensor]]:
-        """What gives keys and values of tokens `start` to `stop` in host memory, in pieces `[2, num_kv_heads, any,
-        head_dim]` in the order of positions. They stay as they are while tokens are added behind them. Packed ones are
-        unpacked, which takes memory, when it is called."""
+        """A function that returns the keys and values of tokens `start` to `stop` in host memory.
+
+        It returns pieces `[2, num_kv_heads, any, head_dim]` in the order of positions. They do not change while later
+        tokens are added. Packed blocks are unpacked when the function is called; this takes memory.
+        """
         ...
 
     def restore(self, layer: int, stop: int, read: Callable[[list[Tensor]], None]) -> None:
-        """Takes the first `stop` tokens of a layer from elsewhere, in place of all that were there: `read` fills pieces
-        `[2, num_kv_heads, any, head_dim]` in host memory, `stop` tokens in the order of positions. Layers may be
-        restored at the same time by several threads."""
+        """Replaces all tokens of a layer by `stop` tokens from elsewhere. Several threads may restore different layers
+        at the same time.
+
+        Args: `read` fills pieces `[2, num_kv_heads, any, head_dim]` in host memory, which hold `stop` tokens in the
+            order of positions.
+        """
         ...
 
     def move_from(self, other: Blocks, length: int) -> bool:
-        """Moves the first `length` tokens of `other` to these, which are empty, layer by layer, so that hardly any are
-        held twice; whether that could be done. `other` must not be used afterwards."""
+        """Moves the first `length` tokens of `other` to these empty blocks. Returns whether this was possible.
+
+        Layers are moved one by one, so that hardly any tokens are in memory twice. `other` must not be used afterwards.
+        """
         ...
 
 
@@ -165,12 +181,13 @@ class DeviceBlocks:
     def __init__(
         self, config: ModelConfig, *, dtype: torch.dtype, device: torch.device, capacity: int, block_size: int
     ) -> None:
-        """Reserves room for `capacity` tokens; on a CPU the system gives large ones memory as tokens come."""
+        """Reserves room for `capacity` tokens. On a CPU, the system allocates memory of large blocks when tokens
+        come."""
         self.block_size, self.dtype, self.device = block_size, dtype, device
         shape = (-(-capacity // block_size), 2, config.num_kv_heads, block_size, config.head_dim)
         layers = range(config.num_layers)
         self._layers = [lasting_memory(shape, dtype, device) for _ in layers]
-        self._clean = [0] * config.num_layers  # leading blocks whose memory holds finite numbers throughout
+        self._clean = [0] * config.num_layers  # number of first blocks whose memory has only finite values
 
     @property
     def capacity(self) -> int:
@@ -240,7 +257,7 @@ class DeviceBlocks:
 
     def restore(self, layer: int, stop: int, read: Callable[[list[Tensor]], None]) -> None:
         blocks = self._layers[layer]
-        self._clean[layer] = 0  # what is read may turn out to be damaged
+        self._clean[layer] = 0  # in case the data that are read turn out to be damaged
         places = pieces_of(blocks, 0, stop)
         pieces = [on_host(place) for place in places]
         read(pieces)
@@ -264,11 +281,14 @@ class DeviceBlocks:
 def write_tokens(blocks: Tensor, start: int, k: Tensor, v: Tensor, clean: int) -> int:
     """Writes tokens from `start` on into `blocks` `[num_blocks, 2, num_kv_heads, block_size, head_dim]`.
 
-    What lies behind them in a block that is entered for the first time (none of the `clean` leading ones) is zeroed:
-    attention hides it, but it must be finite. Returns how many leading blocks are clean then.
+    When a token is the first in its block (a block after the first `clean` ones), the rest of the block is filled with
+    zeros: attention hides it, but it must be finite.
+
+    Returns:
+        How many first blocks are clean afterwards.
 
     Raises:
-        ValueError: there is no room for them.
+        ValueError: the blocks have no room for these tokens.
     """
     block_size = blocks.shape[3]
     position, stop, taken = start, start + k.shape[1], 0
@@ -295,8 +315,8 @@ def read_tokens(blocks: Tensor, start: int, stop: int) -> tuple[Tensor, Tensor]:
 
 
 def pieces_of(blocks: Tensor | Sequence[Tensor], start: int, stop: int) -> list[Tensor]:
-    """Tokens `start` to `stop` of `blocks` `[num_blocks, 2, num_kv_heads, block_size, head_dim]` where they lie, in
-    pieces `[2, num_kv_heads, any, head_dim]`."""
+    """Views of tokens `start` to `stop` of `blocks` `[num_blocks, 2, num_kv_heads, block_size, head_dim]`, in pieces
+    `[2, num_kv_heads, any, head_dim]`."""
     if start >= stop:
         return []
     block_size = blocks[0].shape[2]
@@ -307,5 +327,5 @@ def pieces_of(blocks: Tensor | Sequence[Tensor], start: int, stop: int) -> list[
 
 
 def on_host(place: Tensor) -> Tensor:
-    """`place` itself where it is in host memory, else memory of its shape there."""
+    """`place` itself if it is in host memory, otherwise new host memory of the same shape and dtype."""
     return place if place.device.type == "cpu" else torch.empty(place.shape, dtype=place.dtype)

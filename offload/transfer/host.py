@@ -1,4 +1,4 @@
-"""What streaming asks of the host besides its link: memory, threads, packing."""
+"""The functions of the host that streaming needs besides the link: memory, threads, packing."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from .staging import make_pool
 
 @dataclass(frozen=True)
 class Host:
-    """The host, or what stands for it in tests."""
+    """The functions of the host. Tests replace them."""
 
     memory: Callable[[Sequence[int], torch.dtype], Tensor] = aligned_memory
-    """Makes memory that is not page-locked, and that a disk is read into: uninitialised, from the border of a page on.
-    """
+    """Makes memory that is not page-locked, and into which a disk can be read: uninitialised, beginning at the border
+    of a page."""
     make_pool: Callable[[], Any] = make_pool
     """Makes an executor, whose threads fill and empty buffers."""
     pack: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] = pack
-    """Packs blocks into slots; which of them are in theirs. See `kernels.packing`."""
+    """Packs blocks into slots. Returns also which blocks fit into their slots. See `kernels.packing`."""
 
 
 HOST = Host()

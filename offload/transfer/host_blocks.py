@@ -1,14 +1,15 @@
-"""Blocks in host memory, as they are or packed, and the ring of device buffers by which they cross the link.
+"""Blocks in host memory, raw or packed, and the ring of device buffers through which they stream.
 
-A packed block is a slot of `kernels.packing`, keys and values of all heads in one, in three quarters of the bytes. That
-is what crosses the link; it is packed on the device as it leaves and unpacked there as it arrives. A block that does
-not fit into its slot is kept as it is, in memory that is taken a block at a time and used again (`Overflow`).
+A packed block is a slot of `kernels.packing` with the keys and values of all heads, in three quarters of the bytes.
+The slot crosses the link. A block is packed on the device before it leaves, and unpacked there after it arrives. A
+block that does not fit into its slot stays raw. Memory for these blocks is taken one block at a time, and used again
+(`Overflow`).
 
-The ring has a few buffers: blocks flow through them, each used once and overwritten. The ring knows neither CUDA nor
-what a block means. It keeps as many copies under way as it has buffers (but for the one whose block is attended to as
-it came), so that the link is busy while a block is attended to, and between layers too. What comes packed is unpacked
-into one more buffer, several blocks at once where they are small. Blocks that leave the device go through the same
-buffers. Blocks that the link cannot copy from where they lie go through `staging` as well.
+The ring has a few buffers. Each block passes through one of them, is used once, and is overwritten. The ring depends
+neither on CUDA nor on the contents of a block. It keeps as many copies in progress as it has buffers, except for the
+buffer of a raw block to which attention is computed. So the link is busy during attention, and also between layers.
+Packed blocks are unpacked into one more buffer; several at once if they are small. Blocks that leave the device go
+through the same buffers. Blocks that the link cannot copy directly also go through `staging`.
 """
 
 from __future__ import annotations
@@ -36,10 +37,10 @@ from .placement import block_slot
 from .staging import Source, Staged, StagedCopy, Staging
 
 _LEFT_FREE = 2**29
-"""Bytes of host memory that blocks which do not pack leave to everybody else."""
+"""Bytes of host memory that must stay free when memory is taken for blocks that cannot be packed."""
 
 _PACKED_TOGETHER = 4
-"""Blocks that are packed in one call, as plain PyTorch needs several times their memory for it."""
+"""Maximum number of blocks that are packed in one call: plain PyTorch needs several times their memory for it."""
 
 
 class HostBlocks(ABC):
@@ -51,47 +52,53 @@ class HostBlocks(ABC):
     @property
     @abstractmethod
     def num_bytes(self) -> int:
-        """Host memory that was taken for all of them, but for those that do not fit into their slots."""
+        """Bytes of host memory for all blocks, except for those that do not fit into their slots."""
 
     @abstractmethod
     def at(self, index: int, count: int = 1) -> Source:
-        """What crosses the link of a block: the block, or its slot, `[slot_bytes]` uint8. Of `count` blocks that go
-        `together`: their slots, `[count, slot_bytes]`."""
+        """The source of a block for the link: the block, or its slot `[slot_bytes]` uint8. For `count` blocks that
+        cross the link `together`: their slots, `[count, slot_bytes]`."""
 
     def together(self, index: int, most: int) -> int:
-        """How many blocks from `index` on, of `most`, can cross the link in one copy."""
+        """How many blocks from `index` on, at most `most`, can cross the link in one copy."""
         return 1
 
     @abstractmethod
     def leave(self, index: int, block: Tensor, buffer: Tensor) -> tuple[Tensor, Source]:
-        """Puts `block`, on the device, into `buffer` there, as it will lie in host memory: what to copy from there, and
-        where to. A block of this index has no copies under way."""
+        """Writes `block`, which is on the device, to `buffer`, also on the device, in the format of host memory.
+
+        Returns what must be copied from the buffer, and where to. No copy of the block with this index may be in
+        progress.
+
+        Raises:
+            CapacityError: the block cannot be packed, and there is no memory to keep it raw.
+        """
 
     @abstractmethod
     def read(self, first: int, stop: int) -> Tensor:
-        """Blocks `first` to `stop` in host memory: themselves, or copies."""
+        """Blocks `first` to `stop` in host memory, not packed: views or copies."""
 
     @abstractmethod
     def room(self, count: int) -> Sequence[Tensor]:
-        """Host memory in which `count` blocks can be put together for `write`."""
+        """Host memory for `count` blocks that are then given to `write`."""
 
     @abstractmethod
     def write(self, blocks: Tensor | Sequence[Tensor]) -> None:
-        """Takes over the first blocks, from host memory: of `room`, or others."""
+        """Sets the first blocks to `blocks`, which are in host memory: that of `room`, or other memory."""
 
     @abstractmethod
     def gather(self, chunks: Tensor, chunk_size: int) -> Tensor:
-        """Keys and values of `chunks` `[num_kv_heads, count]` of blocks that are written, in host memory: `[2,
-        num_kv_heads, count * chunk_size, head_dim]`."""
+        """Keys and values of `chunks` `[num_kv_heads, count]`, in host memory: `[2, num_kv_heads, count * chunk_size,
+        head_dim]`. The blocks of the chunks must have been written."""
 
 
 class RawBlocks(HostBlocks):
-    """Blocks as they are."""
+    """Blocks that are not packed."""
 
     def __init__(self, blocks: Tensor, memory: HostMemory | None = None) -> None:
         """Args:
         blocks: `[num_blocks, 2, num_kv_heads, block_size, head_dim]`.
-        memory: what they are in; `None`: the link copies from them.
+        memory: the memory that holds them; `None`: the link can copy from them.
         """
         self.blocks = blocks
         self._source = memory.source if memory and memory.is_pageable(blocks) else None
@@ -127,28 +134,31 @@ class RawBlocks(HostBlocks):
 
 
 class Overflow:
-    """Blocks that did not fit into their slots, of all layers. Memory for them is taken a block at a time, and kept."""
+    """Memory for blocks of all layers that do not fit into their slots. It is taken one block at a time, and kept."""
 
     def __init__(self, memory: HostMemory, shape: Sequence[int], dtype: torch.dtype) -> None:
-        """Args: `memory` is what is taken from, for blocks of this shape and dtype."""
+        """Args:
+        memory: the source of the memory.
+        shape, dtype: of a block.
+        """
         self.memory, self._shape, self._dtype = memory, shape, dtype
         self._free: list[Tensor] = []
         self._lock = Lock()
         self.blocks = 0
-        """That there is memory for."""
+        """Number of blocks for which memory was taken."""
 
     @property
     def num_bytes(self) -> int:
-        """Of that memory."""
+        """Bytes of the memory that was taken."""
         return self.blocks * prod(self._shape) * self._dtype.itemsize
 
     def take(self) -> Tensor:
         """Memory for a block.
 
         Raises:
-            CapacityError: there is none.
+            CapacityError: there is no memory.
         """
-        with self._lock:  # layers are restored by several threads
+        with self._lock:  # several threads restore layers
             if self._free:
                 return self._free.pop()
         size = prod(self._shape) * self._dtype.itemsize
@@ -166,7 +176,10 @@ class Overflow:
         self._free.append(block)
 
     def note(self, raw: dict[int, Tensor], index: int, fits: bool) -> None:
-        """Whether the block of this index is in its slot; if not, there is memory for it in `raw` afterwards.
+        """Records whether a block fits into its slot. If it does not, `raw` has memory for it afterwards.
+
+        Args:
+            raw: memory of the layer's blocks that do not fit, by index.
 
         Raises:
             CapacityError: see `take`.
@@ -177,7 +190,8 @@ class Overflow:
             raw[index] = self.take()
 
     def leave(self, raw: dict[int, Tensor], index: int, block: Tensor, buffer: Tensor) -> Tensor:
-        """Packs `block` into a slot in `buffer`, or puts it there as it is where it does not fit: what to copy from.
+        """Packs `block` into a slot in `buffer`. If it does not fit, copies it to `buffer` without packing. Returns the
+        slot or the block in `buffer`.
 
         Raises:
             CapacityError: see `take`.
@@ -189,17 +203,18 @@ class Overflow:
 
 
 class PackedBlocks(HostBlocks):
-    """Blocks in slots, but for those that do not fit into them."""
+    """Blocks in slots. Blocks that do not fit into their slots are raw, in `overflow`."""
 
     def __init__(self, slots: Tensor, overflow: Overflow, shape: Sequence[int]) -> None:
         """Args:
-        slots: `[num_blocks, slot_bytes]` uint8, of the overflow's memory.
+        slots: `[num_blocks, slot_bytes]` uint8, in the memory of `overflow`.
+        overflow: memory for blocks that do not fit.
         shape: of a block.
         """
         self._slots, self._overflow, self._shape = slots, overflow, shape
         self._layout = block_slot(*shape[1:])
-        slots[:, self._layout.starts : self._layout.exceptions].zero_()  # unwritten ones have no exceptions
-        self._raw: dict[int, Tensor] = {}  # those that do not fit into their slots
+        slots[:, self._layout.starts : self._layout.exceptions].zero_()  # unwritten slots have no exceptions
+        self._raw: dict[int, Tensor] = {}  # blocks that do not fit into their slots, by index
 
     def __len__(self) -> int:
         return len(self._slots)
@@ -253,7 +268,7 @@ class PackedBlocks(HostBlocks):
 
 
 class Ring:
-    """Buffers that blocks pass through in an order known beforehand."""
+    """The device buffers through which blocks stream, in an order that is known in advance."""
 
     def __init__(
         self,
@@ -264,11 +279,12 @@ class Ring:
         together: int = 1,
     ) -> None:
         """Args:
-        buffers: `[2, num_kv_heads, together * block_size, head_dim]`; with two or more, one is filled while another is
-            in use.
-        unpacked: another one, for blocks that come packed.
-        staging: what blocks pass through that the link cannot copy from where they lie.
-        together: packed blocks that come at once, at most.
+        buffers: each `[2, num_kv_heads, together * block_size, head_dim]`. With two or more, one is filled while
+        another
+            is in use.
+        unpacked: one more buffer, into which packed blocks are unpacked.
+        staging: for blocks that the link cannot copy directly.
+        together: maximum number of packed blocks in one copy.
         """
         self._link, self.buffers, self.unpacked, self._staging = link, list(buffers), unpacked, staging
         self._together = together
@@ -277,12 +293,12 @@ class Ring:
         self._leaving: deque[tuple[Tensor, Arrival]] = deque()
 
     def send(self, block: Tensor, host: HostBlocks, index: int) -> None:
-        """Copies `block`, on the device, to its place in host memory. It may be overwritten at once. All blocks that
-        were begun have come.
+        """Copies `block`, on the device, to its place in host memory or on a disk. `block` may be overwritten
+        immediately afterwards. All blocks of the last `begin` must have arrived.
 
         Raises:
-            CapacityError: the block does not pack, and there is no memory to keep it as it is.
-            LinkError: an earlier copy failed; `wait_for_stores` comes before the next block.
+            CapacityError: the block cannot be packed, and there is no memory to keep it raw.
+            LinkError: an earlier copy failed. `wait_for_stores` must be called before the next block.
         """
         if len(self._leaving) < len(self.buffers):
             buffer = self.buffers[len(self._leaving)]
@@ -295,40 +311,42 @@ class Ring:
         else:
             assert self._staging
             departure = self._staging.store(source, target)
-        if len(self._leaving) == len(self.buffers):  # only now: an error leaves the buffers as they were
+        if len(self._leaving) == len(self.buffers):  # not earlier, so that an error does not lose a buffer
             self._leaving.popleft()
         self._leaving.append((buffer, departure))
 
     def wait_for_stores(self) -> None:
-        """Returns when all blocks that were sent are in their places.
+        """Returns when all blocks that were sent are at their places.
 
         Raises:
             LinkError: a copy failed.
         """
         self._link.wait_for_stores()
-        self._leaving.clear()  # where a pass was broken off, it does not say which buffers are in use
+        self._leaving.clear()  # after a pass that was broken off, it does not show which buffers are in use
         if self._staging:
             self._staging.wait_for_writes()
 
     @property
     def memory(self) -> list[Tensor]:
-        """All that it takes on the device."""
+        """All buffers on the device."""
         return self.buffers if self.unpacked is None else [*self.buffers, self.unpacked]
 
     def bring(self, block: Source) -> Tensor:
-        """A block that is not resident, or its slot, on the device: there until the next one is asked for. Of those
-        that were begun nothing is left: see `stop`.
+        """Copies a single block to the device, where it stays until the next block is requested. No blocks of an
+        earlier `begin` may be left: see `stop`.
+
+        Args: `block` is a block that is not resident, or its slot.
 
         Raises:
             LinkError: the copy failed.
         """
         self.begin(iter((block,)))
-        (found,) = self.next_blocks(1)  # to its end, or what it passed through would not be given back
+        (found,) = self.next_blocks(1)  # the iterator must reach its end, so that it returns the staging buffer
         return found
 
     def stop(self) -> None:
-        """Drops what is left of the blocks that were begun; what is computed from here on comes after their copies. One
-        that failed is no error: nobody wants its block."""
+        """Drops the remaining blocks of the last `begin`. Later computation waits for their copies. A copy that failed
+        is no error, because its block is not needed."""
         under_way, self._under_way = self._under_way, deque()
         self._coming = iter(())
         for _, _, arrival in under_way:
@@ -338,11 +356,12 @@ class Ring:
             self._staging.stop()
 
     def begin(self, blocks: Iterator[Source]) -> None:
-        """Starts on `blocks` that are not resident, or their slots, one or several at a time. Of earlier ones nothing
-        is left: see `stop`.
+        """Starts to copy `blocks` to the device, one or several at a time. No earlier blocks may be left: see `stop`.
 
-        A copy that is still under way, either way, ends before any that is asked for now, so its buffer is safe to use
-        again.
+        Earlier copies that are still in progress, in either direction, end before the new ones. So their buffers can be
+        used again.
+
+        Args: `blocks` are blocks that are not resident, or their slots.
         """
         self._under_way.clear()
         self._coming = self._staging.begin(blocks) if self._staging else cast(Iterator[Tensor], blocks)
@@ -350,7 +369,7 @@ class Ring:
             self._fetch(block, buffer)
 
     def _fetch(self, source: Tensor | Staged, buffer: Tensor) -> None:
-        if isinstance(source, Staged) and self._link.direct:  # it is used where it was read
+        if isinstance(source, Staged) and self._link.direct:  # attention uses the block in its staging buffer
             self._under_way.append((buffer, source.place, source))
             return
         comes = source.place if isinstance(source, Staged) else source
@@ -364,8 +383,8 @@ class Ring:
         self._under_way.append((buffer, place, arrival))
 
     def next_blocks(self, count: int) -> Iterator[Tensor]:
-        """The next `count` blocks, one or several at a time: `[2, num_kv_heads, tokens, head_dim]`, on the device and
-        there until the next ones are asked for.
+        """Yields the next `count` blocks, one or several at a time: `[2, num_kv_heads, tokens, head_dim]` on the
+        device, valid until the next ones are requested.
 
         Raises:
             LinkError: a copy failed.
@@ -385,14 +404,14 @@ class Ring:
                 yield blocks
 
     def _one(self, buffer: Tensor) -> Tensor:
-        """Room for one block in a buffer."""
+        """The part of a buffer that has room for one block."""
         if self._together == 1:
             return buffer
         shape = (*buffer.shape[:2], buffer.shape[2] // self._together, buffer.shape[3])
         return buffer.view(-1)[: prod(shape)].view(shape)
 
     def _unpack(self, slots: Tensor) -> Tensor:
-        """The blocks in `slots` `[any, slot_bytes]`, their tokens one after another."""
+        """Unpacks the blocks in `slots` `[any, slot_bytes]`. Returns them with their tokens one after another."""
         assert self.unpacked is not None
         block_size = self.unpacked.shape[2] // self._together
         blocks = self.unpacked[:, :, : len(slots) * block_size]
@@ -400,7 +419,8 @@ class Ring:
         return blocks
 
     def _go_on(self, buffer: Tensor, arrival: Arrival) -> None:
-        """Fetches the next block into a buffer that is done with, as is that of staging if it came from there."""
+        """Fetches the next block into a buffer that is free again. If the last block came from staging, returns its
+        staging buffer, too."""
         if isinstance(arrival, Staged):
             assert self._staging
             self._staging.give_back(arrival)
@@ -410,5 +430,5 @@ class Ring:
 
 
 def _slot_in(buffer: Tensor, slot_bytes: int) -> Tensor:
-    """Room for a slot, or several, `[slot_bytes]` uint8 in a buffer that is larger."""
+    """The first `slot_bytes` bytes of a larger buffer, uint8: room for one slot or several."""
     return buffer.view(torch.uint8).view(-1)[:slot_bytes]

@@ -1,7 +1,8 @@
-"""Host memory for blocks: page-locked as far as the system does that, ordinary memory from there on.
+"""Host memory for blocks: page-locked memory up to the system's limit, and ordinary memory beyond it.
 
-Systems that lock little (WSL2, containers, Windows) would otherwise not stream at all. A link cannot copy from ordinary
-memory beside computation: such blocks go through `staging`, which costs one more copy of each within host memory.
+With page-locked memory alone, blocks could not stream on systems with a low limit (WSL2, containers, Windows). A link
+cannot copy from ordinary memory during computation. Blocks in ordinary memory pass through `staging`, which costs one
+more copy of each block within host memory.
 """
 
 from __future__ import annotations
@@ -18,23 +19,23 @@ from .staging import Source
 
 
 class HostMemory:
-    """Takes host memory for the blocks of one cache, and knows which of it the link copies from."""
+    """Takes host memory for the blocks of one cache, and knows from which of it the link can copy."""
 
     def __init__(self, link: Link, host: Host = HOST) -> None:
         self._link, self.host = link, host
-        self._pageable: list[tuple[int, int]] = []  # addresses
+        self._pageable: list[tuple[int, int]] = []  # first and last address (plus 1) of ordinary memory
         self.refused = False
-        """Whether the system has refused to lock some."""
+        """Whether the system has refused to page-lock memory."""
         self.staged = False
-        """Whether there is staging for what is not locked. What is taken from then on is not: the rest of what the
-        system locks is for the staging of others."""
+        """Whether there is staging for memory that is not page-locked. From then on, no more memory is page-locked: the
+        rest of the system's limit is for the staging of other caches."""
 
     def take(self, shape: Sequence[int], dtype: torch.dtype, *, must_be_locked: bool = False) -> Tensor:
-        """Memory for `shape[0]` blocks; see `Link.host_memory`. Once the system has refused to lock some, it is not
-        asked again.
+        """Memory for `shape[0]` blocks; see `Link.host_memory`. After the system has refused to page-lock memory once,
+        all memory is ordinary.
 
         Raises:
-            CapacityError: it refuses now, and the memory must be locked.
+            CapacityError: the system refuses to page-lock the memory, and `must_be_locked` is set.
         """
         if not (self.refused or self.staged):
             try:
@@ -48,12 +49,12 @@ class HostMemory:
         return memory
 
     def is_pageable(self, block: Tensor) -> bool:
-        """Whether the link cannot copy from it."""
+        """Whether a block is in ordinary memory, from which the link cannot copy."""
         address = block.data_ptr()
         return any(first <= address < stop for first, stop in self._pageable)
 
     def source(self, block: Tensor) -> Source:
-        """What the ring is given of a block, or a slot, in this memory."""
+        """The source with which the ring copies a block, or a slot, in this memory."""
         return _Pageable(block) if self.is_pageable(block) else block
 
 

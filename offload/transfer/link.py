@@ -1,8 +1,8 @@
-"""The link between host memory, where the full cache lives, and the compute device: copies that run beside computation.
+"""The link between host memory, which holds streamed blocks, and the compute device. Copies run during computation.
 
-Two engines with one interface. `ThreadLink` copies in a thread, at a given bandwidth if one is given, and stands for a
-PCIe link where there is none: every rule of the scheduler is tested on it. `CudaLink` (in `cuda_link`) is the real one.
-Neither knows what is copied, nor in which order it will be wanted.
+There are two implementations of one interface. `ThreadLink` copies in a thread, with limited bandwidth if a limit is
+given. It imitates a PCIe link on a machine without one, and every rule of the scheduler is tested with it. `CudaLink`
+(in `cuda_link`) is the real link. Neither depends on what is copied, nor on the order in which it will be needed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from ...tp.errors import TriforceError
 from ...tp.pages import aligned_memory
 
 MEASURED_BYTES = 2**26
-"""What a link must have carried for its speed to be known: four blocks and more, each copied in one piece."""
+"""Bytes that must have crossed a link before its speed counts as known: four blocks or more, each copied in one piece.
+"""
 
 
 class LinkError(TriforceError):
@@ -32,32 +33,32 @@ class LinkError(TriforceError):
 
 @dataclass(frozen=True)
 class Traffic:
-    """What crossed a link so far, and what was read from a disk before."""
+    """What crossed a link so far, and what was read from a disk and written to it."""
 
     bytes_in: int = 0
-    """To the device."""
+    """Bytes to the device."""
     bytes_out: int = 0
-    """To the host."""
+    """Bytes to the host."""
     busy_s: float = 0.0
-    """Seconds in which something crossed it towards the device."""
+    """Seconds in which data crossed the link towards the device."""
     waited_s: float = 0.0
-    """Seconds in which computation waited for it."""
+    """Seconds in which computation waited for the link."""
     disk_bytes_in: int = 0
-    """Read from a disk."""
+    """Bytes read from the disk."""
     disk_bytes_out: int = 0
-    """Written to it."""
+    """Bytes written to the disk."""
     disk_busy_s: float = 0.0
-    """Seconds in which it was read."""
+    """Seconds in which the disk was read."""
     disk_waited_s: float = 0.0
-    """Seconds in which computation waited for that."""
+    """Seconds in which computation waited for reads from the disk."""
 
     @property
     def bytes_per_s(self) -> float | None:
-        """What the link carries towards the device; `None` where too little has crossed it to tell."""
+        """The speed of the link towards the device, in bytes/s; `None` if too few bytes have crossed it."""
         return self.bytes_in / self.busy_s if self.bytes_in >= MEASURED_BYTES and self.busy_s > 0 else None
 
     def since(self, earlier: Traffic) -> Traffic:
-        """What crossed it after `earlier`."""
+        """The traffic after `earlier`."""
         return Traffic(*(now - then for now, then in zip(vars(self).values(), vars(earlier).values(), strict=True)))
 
     def __add__(self, other: Traffic) -> Traffic:
@@ -65,54 +66,62 @@ class Traffic:
 
 
 class Arrival(Protocol):
-    """A copy under way."""
+    """A copy in progress."""
 
     def wait(self) -> None:
-        """Makes what is computed from here on come after the copy.
+        """Makes all later computation wait for the copy.
 
         Raises:
-            LinkError: it failed.
+            LinkError: the copy failed.
         """
         ...
 
 
 class Copy(Arrival, Protocol):
-    """A copy under way, which the host can wait for."""
+    """A copy in progress for which the host can wait."""
 
     def wait_on_host(self) -> None:
         """Returns when the copy is done. Any thread may call it.
 
         Raises:
-            LinkError: it failed.
+            LinkError: the copy failed.
         """
         ...
 
 
 class Link(Protocol):
-    """Copies of one direction run in the order they are asked for. A fetch comes after all earlier stores."""
+    """A link. Copies in one direction run in the order in which they are requested. A fetch runs after all earlier
+    stores."""
 
     direct: bool
-    """Whether the device computes on host memory itself, so that what is there need not be copied."""
+    """Whether the device computes on host memory directly, so that blocks there need not be copied."""
 
     def host_memory(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Uninitialised host memory that the link copies from and to at its full speed: `shape[0]` blocks, each of
-        which is copied whole or in part. It begins at the border of a page."""
+        """Uninitialised host memory, from which and to which the link copies at its full speed. It begins at the border
+        of a page.
+
+        Args: `shape[0]` is the number of blocks. Each block is copied whole or in part.
+        """
         ...
 
     def fetch(self, source: Tensor, buffer: Tensor) -> Copy:
-        """Begins to copy `source`, in host memory, over `buffer`, on the device, after what was computed before."""
+        """Starts to copy `source`, in host memory, to `buffer`, on the device. The copy waits for earlier
+        computation."""
         ...
 
     def store(self, source: Tensor, target: Tensor) -> Copy:
-        """Begins to copy `source`, on the device, to `target`, in host memory, both contiguous, after what was computed
-        before. `source` must not be overwritten or freed before the arrival's `wait` or `wait_for_stores`."""
+        """Starts to copy `source`, on the device, to `target`, in host memory. The copy waits for earlier computation.
+
+        Both must be contiguous. `source` must not be overwritten or freed before the copy's `wait` or before
+        `wait_for_stores`.
+        """
         ...
 
     def wait_for_stores(self) -> None:
-        """Returns when all stores are done, also where some failed.
+        """Returns when all stores are done, even if some failed.
 
         Raises:
-            LinkError: one of them failed.
+            LinkError: a store failed.
         """
         ...
 
@@ -121,20 +130,21 @@ class Link(Protocol):
         ...
 
     def close(self) -> None:
-        """Ends what runs beside computation; no copy may be asked for afterwards."""
+        """Ends everything that the link runs during computation. No copy may be requested afterwards."""
         ...
 
 
 class ThreadLink:
-    """A link within host memory: a thread that copies, no faster than `bytes_per_s` where that is given."""
+    """A link within host memory: a thread that copies."""
 
     def __init__(self, bytes_per_s: float | None = None) -> None:
+        """Args: `bytes_per_s` is the maximum speed; `None`: no limit. Then blocks need not be copied (`direct`)."""
         self.direct = bytes_per_s is None
         self._bytes_per_s = bytes_per_s
         self._queue: queue.SimpleQueue[_Copy | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._traffic = Traffic()
-        self._free_at = 0.0  # when the modelled link has carried all that was asked for so far
+        self._free_at = 0.0  # the time at which the modelled link has carried all copies so far
         self._stores: list[_Copy] = []
         self._thread = threading.Thread(target=self._work, name="link", daemon=True)
         self._thread.start()
@@ -156,7 +166,7 @@ class ThreadLink:
 
     def wait_for_stores(self) -> None:
         failed = [copy for copy in self._stores if not copy.succeeds()]
-        self._stores = []  # only now: a wait that was interrupted has left some under way
+        self._stores = []  # not earlier: if the wait is interrupted, some stores are still in progress
         if failed:
             failed[0].wait()
 
@@ -170,8 +180,8 @@ class ThreadLink:
         self._thread.join()
 
     def _leave(self) -> None:
-        """Ends the thread before Python ends: one that copies then would abort the process now and then. What has not
-        begun is not copied."""
+        """Ends the thread before Python ends. A thread that still copies at that time can abort the process. Copies
+        that have not begun are dropped."""
         with suppress(queue.Empty):
             while True:
                 self._queue.get_nowait()
@@ -183,17 +193,18 @@ class ThreadLink:
         while (copy := self._queue.get()) is not None:
             try:
                 self._carry(copy)
-            except Exception as error:  # it belongs to whoever waits for the copy
-                copy.error = error.with_traceback(None)  # whose frames hold the copy
+            except Exception as error:  # raised in the thread that waits for the copy
+                copy.error = error.with_traceback(None)  # the frames of the traceback would keep the copy alive
             copy.done.set()
-            del copy  # or it keeps the memory until there is another
+            del copy  # otherwise it would keep its memory until the next copy
 
     def _carry(self, copy: _Copy) -> None:
         began = time.perf_counter()
         copy.target.copy_(copy.source)
         num_bytes = copy.source.numel() * copy.source.element_size()
         if self._bytes_per_s:
-            # Copies asked for while the link was busy follow one another without a gap, however late a sleep ends.
+            # Copies that are requested while the link is busy follow each other without a gap, even if a sleep ends
+            # late.
             self._free_at = max(self._free_at, copy.asked_at) + num_bytes / self._bytes_per_s
             time.sleep(max(0.0, self._free_at - time.perf_counter()))
         seconds = time.perf_counter() - began
@@ -214,17 +225,17 @@ def make_link(device: torch.device, gbps: float | None = None) -> Link:
     """The link between host memory and `device`.
 
     Args:
-        gbps: on a CPU, what it may carry in gigabytes a second; `None` is as much as memory does.
+        gbps: on a CPU, the maximum speed in GB/s; `None`: the speed of the memory. Without effect on a GPU.
     """
     if device.type == "cuda":
-        from .cuda_link import CudaLink  # only where it is used: a CPU has no streams
+        from .cuda_link import CudaLink  # only for a GPU: a CPU has no streams
 
         return CudaLink(device)
     return ThreadLink(gbps * 1e9 if gbps else None)
 
 
 class _Copy:
-    """One copy of a `ThreadLink`, asked for or done."""
+    """One copy of a `ThreadLink`, requested or done."""
 
     def __init__(self, link: ThreadLink, source: Tensor, target: Tensor, *, inwards: bool) -> None:
         self.source, self.target, self.inwards = source, target, inwards
@@ -241,7 +252,7 @@ class _Copy:
         self.wait_on_host()
 
     def succeeds(self) -> bool:
-        """Waits for the copy; whether it did not fail."""
+        """Waits for the copy. Returns whether it succeeded."""
         with suppress(LinkError):
             self.wait()
         return self.error is None

@@ -26,11 +26,16 @@ def make_blocks(
     disk: DiskSpace | None = None,
     host: Host = HOST,
 ) -> Blocks:
-    """Takes the memory for the blocks of one rank's part of a model; `link` is needed where some stream, and `disk`
-    where some are on one. `on_memory`, `host`: see `StreamedBlocks`.
+    """Takes the memory for the blocks of one rank's part of a model.
+
+    Args:
+        part: the configuration of this part.
+        link: needed if blocks stream.
+        disk: needed if some blocks are on a disk.
+        on_memory, host: see `StreamedBlocks`.
 
     Raises:
-        CapacityError: the system does not page-lock so much host memory, or the disk has no room.
+        CapacityError: the system does not page-lock the minimum of host memory, or the disk has no room.
     """
     if not placement.streams:
         capacity, size = placement.capacity, placement.block_size

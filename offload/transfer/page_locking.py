@@ -1,9 +1,9 @@
-"""Page-locked host memory in any amount: what a GPU copies from and to at the link's full speed, beside computation.
+"""Page-locked host memory in any amount. A GPU copies from and to it at the link's full speed, during computation.
 
-`torch.empty(pin_memory=True)` rounds up to a power of two, which tens of GiB cannot afford, so plain memory is
-registered, in pieces, as a driver may refuse very large ones. A copy that touches two pieces fails: pieces end where
-`MOST_TOGETHER` blocks end. To lock memory that was never written makes the system find its pages one by one, at about 2
-GB/s: they are written from several threads first.
+`torch.empty(pin_memory=True)` rounds sizes up to a power of two, which wastes too much for tens of GiB. So ordinary
+memory is registered. This is done in pieces, because a driver may refuse very large ones. A copy that touches two
+pieces fails, so pieces end where `MOST_TOGETHER` blocks end. If memory was never written, locking it makes the system
+allocate its pages one by one, at about 2 GB/s. So several threads write to the pages first.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from ...tp.units import gib
 from ..limits import MOST_TOGETHER
 
 LARGEST_PIECE = 4 * 2**30
-"""Bytes registered in one call, if a block is not larger."""
+"""Maximum number of bytes that are registered in one call, if a block is not larger."""
 
 LEAST_TRIED = 2**26
-"""Bytes; with less nothing streams."""
+"""Minimum number of bytes that `lockable` tries. Blocks cannot stream with less."""
 
 MOST_THREADS = 16
-"""Threads that write to new pages; more would wait for the system's locks."""
+"""Maximum number of threads that write to new pages. More would wait for the system's locks."""
 
 PAGES_A_THREAD = 4096
-"""New pages that another thread is worth."""
+"""New pages for which one more thread is started."""
 
 
 class PageLocking(Protocol):
@@ -56,14 +56,15 @@ def locked_memory(
     largest_piece: int = LARGEST_PIECE,
     pages_a_thread: int = PAGES_A_THREAD,
 ) -> Tensor:
-    """Page-locked memory for blocks `shape[1:]`, `shape[0]` of them, all zeros; unlocked when it is freed.
+    """Page-locked memory for `shape[0]` blocks of shape `shape[1:]`, filled with zeros. It is unlocked when it is
+    freed.
 
     Args:
         largest_piece: see `pieces`.
-        pages_a_thread: new pages that another thread is worth.
+        pages_a_thread: see `PAGES_A_THREAD`.
 
     Raises:
-        CapacityError: the system refuses to give or to lock so much.
+        CapacityError: the system refuses to allocate or to page-lock this amount of memory.
     """
     block = math.prod(shape[1:]) * dtype.itemsize
     size = shape[0] * block
@@ -87,8 +88,12 @@ def locked_memory(
 
 
 def lockable(runtime: PageLocking, most: int, least: int = LEAST_TRIED) -> tuple[int, float]:
-    """Tries how much host memory the system page-locks: `most` bytes or, if that is refused, half of it, and so on down
-    to `least`. What was locked, 0 if nothing, and the seconds that it took; it is unlocked again."""
+    """Tests how much host memory the system page-locks. Tries `most` bytes, then half of it after each refusal, down to
+    `least`.
+
+    Returns:
+        The bytes that were locked, 0 if none, and the seconds that locking them took. They are unlocked again.
+    """
     size = most
     while size >= least:
         began = time.perf_counter()
@@ -104,10 +109,12 @@ def lockable(runtime: PageLocking, most: int, least: int = LEAST_TRIED) -> tuple
 
 
 def pieces(size: int, block: int, largest: int = LARGEST_PIECE) -> list[tuple[int, int]]:
-    """Where pieces of `size` bytes of memory begin and end: at the borders of blocks that are borders of pages too, so
-    that neither a block nor a page is in two of them.
+    """The first byte of each piece of `size` bytes of memory, and the last plus 1. Pieces end where both a block and a
+    page end, so that no block and no page is in two pieces.
 
-    Args: `largest`: bytes of a piece at most, if a block is not larger.
+    Args:
+        block: bytes of a block.
+        largest: maximum bytes of a piece, if a block is not larger.
     """
     step = math.lcm(block, mmap.PAGESIZE)
     step *= max(1, largest // step)
@@ -115,7 +122,7 @@ def pieces(size: int, block: int, largest: int = LARGEST_PIECE) -> list[tuple[in
 
 
 def _touch(memory: Tensor, pages_a_thread: int) -> None:
-    """Writes to every page, from several threads: the system makes it then."""
+    """Writes to every page from several threads, so that the system allocates the pages."""
     pages = memory[:: mmap.PAGESIZE]
     threads = min(MOST_THREADS, os.cpu_count() or 1, -(-len(pages) // pages_a_thread))
     if threads == 1:
@@ -125,7 +132,7 @@ def _touch(memory: Tensor, pages_a_thread: int) -> None:
         list(pool.map(_write, pages.chunk(4 * threads)))
 
 
-@torch.inference_mode()  # which is a thread's own, and may be what the memory was made in
+@torch.inference_mode()  # set for each thread separately; the memory may have been made in this mode
 def _write(pages: Tensor) -> None:
     pages.zero_()
 

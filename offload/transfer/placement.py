@@ -1,7 +1,7 @@
-"""Where the full cache's blocks live: how large they are, how many stay on the device, and what streaming takes there.
+"""The placement of the full cache's blocks: their size, how many stay on the device, and what streaming takes there.
 
-Pure arithmetic. A block is a fixed run of positions of one layer, keys and values together; every layer has the same
-number of blocks, and the first ones of each are the resident ones.
+This module only computes numbers. A block has a fixed number of consecutive positions of one layer, with their keys and
+values. Every layer has the same number of blocks. The first blocks of each layer are the resident ones.
 """
 
 from __future__ import annotations
@@ -16,37 +16,42 @@ from ...tp.model.config import ModelConfig
 from ..limits import LIMITS, MOST_TOGETHER, Limits
 
 SPLITS = (256, 512)
-"""A block is whole splits of so many tokens, of the second number from `LONG` tokens on: the compiled kernels sum 256
-keys together, those for GPUs 512, so that blocks that lie apart give the same bits as all keys in one place. Not where
-the chunk size does not divide them."""
+"""A block consists of whole splits of this number of tokens; of the second number for contexts from `LONG` tokens on.
+The compiled kernels sum 256 keys together, those for GPUs 512. So separate blocks give the same bits as all keys in one
+place. This does not hold if splits are not whole chunks."""
 
 LONG = 16384
+"""Tokens."""
 
 SMALLEST_COPY = 16 * 2**20
-"""Bytes of a streamed block, rounded down to whole splits, where the context has so many: much smaller copies do not
-fill a PCIe link."""
+"""Minimum bytes of a streamed block, rounded down to whole splits, if the context is large enough. Much smaller copies
+do not use the full bandwidth of a PCIe link."""
 
 
 @dataclass(frozen=True)
 class Placement:
-    """Blocks of each layer, and how many of them stay on the device."""
+    """The number and size of each layer's blocks, and where they are."""
 
     block_size: int
-    """Tokens."""
+    """Tokens of a block."""
     num_blocks: int
+    """Blocks of a layer."""
     num_resident: int
+    """Blocks of a layer that stay on the device: the first ones."""
     open_tokens: int = 0
-    """Room of each layer's open stretch, which holds the newest tokens on the device; 0 where nothing streams."""
+    """Tokens for which each layer's open stretch has room. It holds the newest tokens on the device; 0 if nothing
+    streams."""
     packed: bool = False
     """Whether blocks in host memory or on a disk are packed (`transfer.host_blocks`)."""
     num_disk: int = 0
-    """Of the blocks that are not resident, those on a disk: the first ones, so that the newest are in memory."""
+    """Blocks of a layer on a disk: the first ones that are not resident, so that the newest blocks are in memory."""
     num_spare: int = 0
-    """Of the resident blocks, those that host memory has room for as well: the last ones. They can leave the device."""
+    """Resident blocks of a layer for which host memory has room, too: the last ones. They can leave the device."""
     together: int = 1
-    """Packed blocks that a buffer of the ring has room for: so many cross the link, and are attended, at once."""
+    """Packed blocks for which a buffer of the ring has room. They cross the link together, and attention uses them
+    together."""
     limits: Limits = LIMITS
-    """What buffers, and passes over few tokens, keep to."""
+    """Limits for buffers and steps."""
 
     @classmethod
     def streaming(
@@ -60,7 +65,8 @@ class Placement:
         together: int = 1,
         limits: Limits = LIMITS,
     ) -> Placement:
-        """Blocks for `capacity` tokens of which `num_resident` stay on the device, and the last one never."""
+        """A placement for `capacity` tokens, of whose blocks `num_resident` stay on the device. The last block always
+        streams."""
         num_blocks = -(-capacity // block_size)
         open_tokens = _whole_chunks(block_size + limits.open_slack, chunk_size)
         num_resident = min(num_resident, num_blocks - 1)
@@ -68,11 +74,12 @@ class Placement:
 
     @property
     def streams(self) -> bool:
+        """Whether some blocks are not resident."""
         return self.num_resident < self.num_blocks
 
     @property
     def capacity(self) -> int:
-        """Tokens there is room for."""
+        """The maximum number of tokens."""
         return self.num_blocks * self.block_size
 
     @property
@@ -82,71 +89,79 @@ class Placement:
 
     @property
     def first_on_host(self) -> int:
-        """The first block of a layer that there is room for in host memory, or on a disk."""
+        """The first block of a layer for which there is room in host memory or on a disk."""
         return self.num_resident - self.num_spare
 
     @property
     def ring_buffers(self) -> int:
-        """Buffers of the ring; 0 where nothing streams."""
+        """Number of the ring's buffers; 0 if nothing streams."""
         return min(self.limits.ring_buffers, self.num_blocks) if self.streams else 0
 
     @property
     def ring_blocks(self) -> int:
-        """Blocks that the ring has memory for: one more buffer where they come packed."""
+        """Blocks for which the ring has memory. If blocks are packed, there is one more buffer for unpacking."""
         return (self.ring_buffers + (self.packed and self.streams)) * self.together
 
     def host_block_bytes(self, part: ModelConfig, dtype: torch.dtype) -> int:
-        """Bytes of a block of one layer in host memory, and over the link."""
+        """Bytes of a block of one layer in host memory and on the link."""
         if self.packed:
             return block_slot(part.num_kv_heads, self.block_size, part.head_dim).slot_bytes
         return self.block_size * part.kv_bytes_per_token(dtype) // part.kv_layers
 
     @property
     def staging_buffers(self) -> int:
-        """Blocks that staging has memory for, where there is any."""
+        """Blocks for which staging has memory, if it is needed."""
         return self.limits.disk_buffers if self.num_disk else self.limits.staging_buffers
 
     def staging_bytes(self, part: ModelConfig, dtype: torch.dtype) -> int:
-        """Bytes of the buffers that blocks on a disk are read into; those that do not pack fit there too."""
+        """Bytes of the buffers into which blocks on a disk are read; 0 without a disk. Blocks that cannot be packed
+        fit, too."""
         block_bytes = self.block_size * part.kv_bytes_per_token(dtype) // part.kv_layers
         return self.staging_buffers * block_bytes if self.num_disk else 0
 
     def disk_blocks(self, context: int) -> int:
-        """Blocks of a layer that are read from a disk in one pass over `context` tokens."""
+        """Blocks of a layer that are read from the disk in one pass over `context` tokens."""
         return min(self.num_disk, self.streamed_blocks(context))
 
     def streamed_blocks(self, context: int) -> int:
-        """Blocks of a layer that cross the link in one pass over `context` tokens: the last one, which is not full yet,
-        is in the open stretch."""
+        """Blocks of a layer that cross the link in one pass over `context` tokens. The last block, which is not full
+        yet, is not counted: it is in the open stretch."""
         return max(0, context // self.block_size - self.num_resident) if self.streams else 0
 
 
 def block_slot(num_kv_heads: int, block_size: int, head_dim: int) -> Layout:
-    """The slot of a packed block: keys and values of all heads in one."""
+    """The layout of the slot of a packed block. It holds the keys and values of all heads."""
     return Layout(2 * num_kv_heads, block_size, head_dim)
 
 
 def block_size_for(
     capacity: int, chunk_size: int, split: int | None = None, largest: int = LIMITS.largest_block
 ) -> int:
-    """Tokens of a block for a context of up to `capacity`, with little more room in all than asked for: whole splits
-    (of `split` tokens, if that is given), at most `largest`, and then as many more as whole chunks take."""
+    """Chooses the tokens of a block for a context of up to `capacity` tokens, so that little room is unused.
+
+    A block consists of whole splits, and has at most `largest` tokens. Then it is rounded up to whole chunks.
+
+    Args: `split` is the number of tokens in a split; `None`: see `SPLITS`.
+    """
     split = split or _split(capacity)
     splits = -(-capacity // split)
     most = min(largest // split, -(-splits // 4))
-    # Of the larger sizes the one that leaves the least room unused.
+    # Of the sizes above a quarter of the maximum, the one that leaves the least room unused.
     size = min(range(most, most // 4, -1), key=lambda size: -splits % size)
     return _whole_chunks(size * split, chunk_size)
 
 
 def window_blocks(window: int, chunk_size: int, limits: Limits = LIMITS) -> tuple[int, int]:
-    """How many blocks a layer with such a sliding window has that keeps the last tokens only, and the tokens of one."""
+    """The number of blocks of a layer that keeps only its last tokens, and the tokens of a block.
+
+    Args: `window` is the layer's sliding window, in tokens.
+    """
     size = _whole_chunks(SPLITS[1], chunk_size)
     return -(-(window + limits.window_slack) // size) + 1, size
 
 
 def window_bytes(part: ModelConfig, dtype: torch.dtype, chunk_size: int, limits: Limits = LIMITS) -> int:
-    """Bytes of one sequence's keys and values in all such layers."""
+    """Bytes of one sequence's keys and values in all layers that keep only their last tokens."""
     tokens = sum(prod(window_blocks(window, chunk_size, limits)) for window in part.kept_windows.values())
     return tokens * part.kv_bytes_per_token(dtype) // part.kv_layers
 
@@ -160,12 +175,13 @@ def place_resident(
     one_block: bool,
     limits: Limits = LIMITS,
 ) -> Placement:
-    """Everything on the compute device.
+    """A placement with all blocks on the compute device.
 
     Args:
-        part: one rank's part of the model.
-        one_block: a layer is one block where that is possible, so that attention over it starts once. Not in float32,
-            whose scores take memory in proportion to the block, nor with sliding windows, which skip whole blocks.
+        part: the configuration of one rank's part of the model.
+        one_block: whether a layer is a single block where possible, so that attention needs one call. It is not
+            possible in float32, where the scores take memory in proportion to the block, nor with sliding windows,
+            which skip whole blocks.
     """
     size = block_size_for(capacity, chunk_size, largest=limits.largest_block)
     num_blocks = -(-capacity // size)
@@ -186,8 +202,11 @@ def place_streamed(
     packed: bool = False,
     limits: Limits = LIMITS,
 ) -> Placement:
-    """As many blocks on the device as `resident_bytes` hold, but not all; the others stream, packed if asked for. On a
-    GPU they are whole splits of its kernels, however short the context, and what whole chunks take besides."""
+    """A placement with as many blocks on the device as fit into `resident_bytes`, but not all. The others stream.
+
+    On a GPU, blocks consist of whole splits of the GPU's kernels, even if the context is short, rounded up to whole
+    chunks. If `packed`, blocks are packed, provided that their size allows it.
+    """
     token_bytes = part.kv_bytes_per_token(dtype)
     split = SPLITS[1] if on_gpu else _split(capacity)
     smallest = max(1, SMALLEST_COPY * part.kv_layers // token_bytes // split) * split

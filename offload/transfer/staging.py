@@ -1,9 +1,9 @@
-"""Staging: a few buffers of host memory through which blocks pass that the link cannot copy from where they lie.
+"""Staging: a few buffers in host memory for blocks that the link cannot copy directly.
 
-Such a block is on a disk, or in memory that the system does not page-lock. Threads fill the buffers in the order of the
-pass, ahead of the ring and independently of it, so that a disk is read while blocks in memory are attended to; the ring
-copies them on to the device. Where the device computes on host memory itself, blocks are attended to in these buffers.
-On the way back threads empty them.
+These blocks are on a disk, or in memory that is not page-locked. Threads fill the buffers in the order of the pass,
+ahead of the ring and independently of it. So a disk is read while attention uses blocks in memory. The ring then copies
+the blocks to the device. If the device computes on host memory directly, attention uses the blocks in these buffers.
+In the opposite direction, the link fills the buffers, and threads write them to the places of the blocks.
 """
 
 from __future__ import annotations
@@ -22,84 +22,86 @@ from torch import Tensor
 from .link import Arrival, Copy, Link, LinkError
 
 THREADS = 6
-"""That fill and empty buffers, each one at a time; a disk is at its full speed with about four large reads."""
+"""Threads that fill and empty buffers, each one buffer at a time. A disk reaches its full speed with about four large
+reads at once."""
 
 
 def make_pool() -> Any:
-    """What runs them. PyTorch copies with one thread in each: they are several already."""
+    """Makes the executor for these threads. In each of them, PyTorch copies with a single thread."""
     return ThreadPoolExecutor(THREADS, "staging", partial(torch.set_num_threads, 1))
 
 
 def start_pool(pool: Any) -> None:
-    """Starts all threads of `make_pool`, where nothing is to do yet."""
-    together = threading.Barrier(THREADS)  # or one that is there already would do what another was to begin with
+    """Starts all threads of an idle pool that `make_pool` made."""
+    together = threading.Barrier(THREADS)  # without it, one thread could take the task with which another should start
     for started in [pool.submit(together.wait) for _ in range(THREADS)]:
         started.result()
 
 
 class IndirectSource(Protocol):
-    """A block, or its slot, where the link cannot copy it. Two are equal, and have one hash, if they are one place."""
+    """A place of a block, or of its slot, from which the link cannot copy. Two objects for the same place are equal,
+    and have the same hash."""
 
     def place(self, memory: Tensor) -> Tensor:
-        """The block, or its slot, in a buffer `[num_bytes]` uint8."""
+        """A view of a buffer `[num_bytes]` uint8, with the shape and dtype of the block or its slot."""
         ...
 
     def read(self, memory: Tensor) -> None:
-        """Fills a buffer. Any thread may call it.
+        """Reads the block, or its slot, into a buffer. Any thread may call it.
 
         Raises:
-            LinkError: that failed.
+            LinkError: reading failed.
         """
         ...
 
     def write(self, memory: Tensor) -> None:
-        """Takes over what is in a buffer. Any thread may call it.
+        """Writes the block, or its slot, from a buffer to its place. Any thread may call it.
 
         Raises:
-            LinkError: that failed.
+            LinkError: writing failed.
         """
         ...
 
 
 Source = Tensor | IndirectSource
-"""What the ring is given: host memory that the link copies from, or what has to be staged."""
+"""A block for the ring, or its slot: host memory from which the link copies, or a place that needs staging."""
 
 
 class _Use(Protocol):
-    """What is done with a buffer."""
+    """An operation that uses a buffer."""
 
     def wait_on_host(self) -> None:
-        """Returns when it is done. Any thread may call it."""
+        """Returns when the operation is done. Any thread may call it."""
         ...
 
 
 class Staging(Iterator["Tensor | Staged"]):
-    """Buffers of host memory. An iterator over the sources of a pass, of which the indirect ones are being read."""
+    """The buffers, and an iterator over the sources of a pass. It reads indirect sources ahead into the buffers."""
 
     def __init__(
         self, link: Link, num_bytes: int, buffers: int, pool: Any, note_wait: Callable[[float], None] | None = None
     ) -> None:
         """Args:
-        num_bytes: of a buffer.
-        buffers: at least two more than the ring has, or those would wait for one another.
+        num_bytes: size of a buffer.
+        buffers: number of buffers: at least two more than the ring has. With fewer, they would wait for each other.
         pool: an executor, whose threads fill and empty buffers; see `make_pool`.
-        note_wait: is told the seconds that somebody waited for a buffer to be filled.
+        note_wait: called with the seconds of each wait for a buffer to be filled.
 
         Raises:
-            CapacityError: the system does not page-lock so much host memory.
+            CapacityError: the system does not page-lock this amount of host memory.
         """
         self.memory = link.host_memory((buffers, num_bytes), torch.uint8)
         self.pool, self.note_wait = pool, note_wait
         self._link = link
         self._free: deque[tuple[Tensor, _Use | None]] = deque((buffer, None) for buffer in self.memory)
-        self._lent: dict[Staged, None] = {}  # in the order of the pass
+        self._lent: dict[Staged, None] = {}  # blocks whose buffers are in use, in the order of the pass
         self._writes: dict[IndirectSource, _Write] = {}
         self._coming: Iterator[Source] = iter(())
-        self._waiting: Source | None = None  # for a buffer
+        self._waiting: Source | None = None  # the next source, which waits for a buffer
         self._ahead: deque[Tensor | Staged] = deque()
 
     def begin(self, sources: Iterator[Source]) -> Staging:
-        """Starts to read those of `sources` that are indirect. Of earlier ones nothing is left: see `stop`."""
+        """Starts to read the indirect ones of `sources`. No earlier sources may be left: see `stop`."""
         self._coming = sources
         self._look_ahead()
         return self
@@ -111,7 +113,7 @@ class Staging(Iterator["Tensor | Staged"]):
         return self._ahead.popleft()
 
     def _look_ahead(self) -> None:
-        """Begins as many reads as there are buffers for."""
+        """Starts as many reads as there are free buffers."""
         while True:
             if self._waiting is None:
                 self._waiting = next(self._coming, None)
@@ -131,13 +133,18 @@ class Staging(Iterator["Tensor | Staged"]):
             self._waiting = None
 
     def give_back(self, staged: Staged, copied: Copy | None = None) -> None:
-        """Says that a buffer can be filled anew, as soon as `copied` is done."""
+        """Returns the buffer of a block. It can be filled again as soon as `copied` is done."""
         del self._lent[staged]
         self._free.append((staged.memory, copied))
         self._look_ahead()
 
     def store(self, source: Tensor, target: IndirectSource) -> Arrival:
-        """As `Link.store`, to where the link cannot copy, between passes; `wait_for_writes` says when it is there."""
+        """Like `Link.store`, but to a place to which the link cannot copy. Only between passes. The block is at its
+        place after `wait_for_writes`.
+
+        Raises:
+            LinkError: an earlier write from the buffer failed.
+        """
         memory, use = self._free[0]
         try:
             if use:
@@ -150,15 +157,15 @@ class Staging(Iterator["Tensor | Staged"]):
         try:
             use = copied = self._link.store(source, target.place(memory))
             use = self._writes[target] = _Write(self.pool, target, memory, copied, self._writes.get(target))
-        finally:  # however it ends, or there would be a buffer less
+        finally:  # in any case, or a buffer would be lost
             self._free.append((memory, use))
         return copied
 
     def wait_for_writes(self) -> None:
-        """Returns when all that was stored is where it belongs.
+        """Returns when all stored blocks are at their places.
 
         Raises:
-            LinkError: it could not be written.
+            LinkError: a block could not be written.
         """
         failure: LinkError | None = None
         while self._writes:
@@ -172,10 +179,10 @@ class Staging(Iterator["Tensor | Staged"]):
             if failure:
                 raise failure
         finally:
-            failure = None  # or the error and this frame would hold each other
+            failure = None  # otherwise the error and this frame would keep each other alive
 
     def stop(self) -> None:
-        """Drops what is left of the sources that were begun."""
+        """Drops the remaining sources of the last `begin`."""
         self._coming, self._waiting = iter(()), None
         self._ahead.clear()
         while self._lent:
@@ -186,38 +193,38 @@ class Staging(Iterator["Tensor | Staged"]):
 
 
 class Staged:
-    """A block that is being read into a buffer. An `Arrival`, for who computes on host memory."""
+    """A block that is being read into a buffer. It is an `Arrival`, for devices that compute on host memory."""
 
     def __init__(
         self, staging: Staging, source: IndirectSource, memory: Tensor, use: _Use | None, write: _Write | None
     ) -> None:
         """Args:
-        use: of the buffer, which may not be over.
-        write: the last one to the source, if that may be under way.
+        use: the last use of the buffer, which may not be finished.
+        write: the last write to the source, if it may still be in progress.
         """
         self.memory, self.place = memory, source.place(memory)
         self._source, self._use, self._write = source, use, write
         self._note_wait = staging.note_wait
         self._read: Future[None] = staging.pool.submit(self._fill)
 
-    @torch.inference_mode()  # which is a thread's own
+    @torch.inference_mode()  # the mode is set for each thread separately
     def _fill(self) -> None:
         if self._use:
             self._use.wait_on_host()
-        if self._write:  # it has begun, as the pool starts what it is given in order
+        if self._write:  # it has begun, because the pool starts its tasks in order
             self._write.finish()
         self._source.read(self.memory)
 
     @property
     def is_there(self) -> bool:
-        """Whether it has been read."""
+        """Whether the block has been read."""
         return self._read.done() and self._read.exception() is None
 
     def wait(self) -> None:
-        """Returns when it has been read.
+        """Returns when the block has been read.
 
         Raises:
-            LinkError: that failed.
+            LinkError: reading failed.
         """
         began = None if self._read.done() else time.perf_counter()
         try:
@@ -227,7 +234,7 @@ class Staged:
                 self._note_wait(time.perf_counter() - began)
 
     def drop(self) -> _Use | None:
-        """Sees to it that nothing is read into the buffer any more; its use that may not be over."""
+        """Cancels the read, or waits for its end. Returns the last use of the buffer, if it may not be finished."""
         if self._read.cancel():
             return self._use
         self._read.exception()
@@ -235,44 +242,45 @@ class Staged:
 
 
 class _Write:
-    """A buffer that is being emptied."""
+    """A buffer that is being written to the place of its block."""
 
     def __init__(self, pool: Any, target: IndirectSource, memory: Tensor, copied: Copy, before: _Write | None) -> None:
         """Args:
-        copied: what comes into the buffer.
-        before: the last write to the target, if that may be under way.
+        copied: the copy that fills the buffer.
+        before: the last write to the target, if it may still be in progress.
         """
         self._target, self._memory, self._copied, self._before = target, memory, copied, before
         self._done: Future[None] = pool.submit(self._empty)
 
-    @torch.inference_mode()  # which is a thread's own
+    @torch.inference_mode()  # the mode is set for each thread separately
     def _empty(self) -> None:
         self._copied.wait_on_host()
         if self._before:
             self._before.wait_on_host()
-            self._before = None  # which has one before it
+            self._before = None  # frees the chain of earlier writes
         self._target.write(self._memory)
 
     def wait_on_host(self) -> None:
         self._done.exception()
 
     def finish(self) -> None:
-        """Returns when it is written.
+        """Returns when the block is written.
 
         Raises:
-            LinkError: that failed.
+            LinkError: writing failed.
         """
         self._done.result()
 
 
 class StagedCopy:
-    """A block on its way through staging and over the link: an `Arrival`.
+    """A block on its way through staging and over the link. It is an `Arrival`.
 
-    Its copy over the link is asked for as soon as somebody looks who finds it read: here, or in `wait`.
+    Its copy over the link is requested immediately, if the block has already been read into its staging buffer;
+    otherwise in `wait`.
     """
 
     def __init__(self, link: Link, staging: Staging, staged: Staged, buffer: Tensor) -> None:
-        """Args: `buffer` on the device, of what crosses."""
+        """Args: `buffer` is the target on the device, for the block or its slot."""
         self._link, self._staging, self._staged, self._buffer = link, staging, staged, buffer
         self._copied = self._begin() if staged.is_there else None
 

@@ -1,12 +1,16 @@
-"""Blocks of keys and values in host memory, of which as many as fit are resident on the device; the rest flows through.
-What exceeds host memory is on a disk: the first of the blocks that are not resident, so that the newest are in memory.
+"""Blocks of keys and values, of which as many as fit are resident on the device. The others stream from host memory.
 
-The newest tokens stay on the device in an *open* stretch per layer, so what a verification adds crosses the link only
-once its block is full. Between two passes nothing else crosses, unless chunks are gathered, blocks are moved off the
-device, tokens of a whole block are taken back, or what is here is saved or restored. A pass over a few tokens reads
-every block once, the resident ones while the first of the others is on its way. A pass over many (a prefill) collects
-one layer at a time in a *workspace* on the device, where its keys lie in one piece, attends there, and writes each
-block to its home, through the ring, while it goes on: a prompt's keys and values leave the device once.
+Blocks for which host memory has no room are on a disk: the first of the blocks that are not resident, so that the
+newest blocks are in memory.
+
+The newest tokens of each layer stay on the device in an *open stretch*. So the tokens of a verification cross the link
+only when their block is full. Between two passes nothing else crosses the link. Exceptions: chunks are gathered, blocks
+are moved off the device, tokens of a whole block are taken back, or the cache is saved or restored.
+
+A pass over a few tokens reads every block once. It reads the resident blocks while the first of the others crosses the
+link. A pass over many tokens (a prefill) collects one layer at a time in a *workspace* on the device, where the layer's
+keys are in one piece for attention. Meanwhile each new block is written through the ring to its place. So a prompt's
+keys and values leave the device once.
 """
 
 from __future__ import annotations
@@ -34,8 +38,9 @@ from .staging import Source
 
 
 class StreamedBlocks:
-    """Blocks whose home is host memory, but for the first `num_resident` of each layer. Of these the last ones have
-    room there, too, and can be moved to it when memory on the device becomes short. See `device_blocks.Blocks`."""
+    """Blocks in host memory, or on a disk, except for the first `num_resident` blocks of each layer. For the last of
+    these, host memory has room, too: they can be moved there when the device needs memory. See `device_blocks.Blocks`.
+    """
 
     all_on_device = False
 
@@ -54,12 +59,15 @@ class StreamedBlocks:
         """Takes the memory for the blocks of `placement`.
 
         Args:
-            on_memory: called with the share of the host memory that is taken, 0 to 1; locking it takes seconds.
-            disk: where blocks are that exceed host memory, if there are any.
-            host: makes ordinary memory and threads, and packs.
+            config: the configuration of the rank's part of the model.
+            link: the link over which blocks stream.
+            on_memory: called with the share of the host memory that is taken so far, 0 to 1. Page-locking takes
+            seconds.
+            disk: the folder for blocks for which host memory has no room; needed if `placement` has such blocks.
+            host: makes ordinary memory and threads, and packs blocks.
 
         Raises:
-            CapacityError: the system does not page-lock so much host memory, or the disk has no room.
+            CapacityError: the system does not page-lock the minimum of host memory, or the disk has no room.
         """
         block_size, num_resident = placement.block_size, placement.num_resident
         self.block_size, self.dtype, self.device = block_size, dtype, device
@@ -76,7 +84,8 @@ class StreamedBlocks:
         self._disk = disk
         self._homes = BlockHomes(config, link, placement, dtype, on_memory, disk, host)
         self._host, self._overflow, self._staging = self._homes.host, self._homes.overflow, self._homes.staging
-        # What stays lies together, so that a pass attends to it in one piece; what can leave is in memory of its own.
+        # The blocks that stay are in one tensor, so that attention can take them as one piece. Each block that can be
+        # moved to host memory has its own memory.
         tokens, alone = self._first_on_host * block_size, range(placement.num_spare)
         self._staying = [on_device(2, config.num_kv_heads, tokens, config.head_dim) for _ in layers]
         self._resident = [
@@ -85,8 +94,8 @@ class StreamedBlocks:
         ]
         self._open = [on_device(2, config.num_kv_heads, placement.open_tokens, config.head_dim) for _ in layers]
         self._windows = [config.sliding_window(layer) for layer in layers]
-        # Of each layer, the position of the first token of the open stretch; all before is in whole blocks. They differ
-        # while a pass over many tokens is under way, and once it was broken off.
+        # For each layer, the position of the first token in the open stretch. All tokens before it are in whole blocks.
+        # The positions differ during a pass over many tokens, and after one that was broken off.
         self._bases = [0] * config.num_layers
         buffer = 2, config.num_kv_heads, placement.together * block_size, config.head_dim
         unpacked = on_device(*buffer) if placement.packed else None
@@ -94,9 +103,9 @@ class StreamedBlocks:
         self._ring = Ring(link, buffers, unpacked, self._staging, placement.together)
         self._workspace: Tensor | None = None  # [2, num_kv_heads, tokens, head_dim]
         self._worked = -1  # the layer in the workspace
-        self._start = self._stop = 0  # of the pass under way
-        self._first_row = 0  # position of the first row that attends in it
-        self._seen = 0  # position behind the last token that rows attend to in it
+        self._start = self._stop = 0  # positions of the current pass
+        self._first_row = 0  # position of its first row
+        self._seen = 0  # position of the last token to which its rows attend, plus 1
 
     @property
     def placement(self) -> Placement:
@@ -105,7 +114,8 @@ class StreamedBlocks:
 
     @property
     def _base(self) -> int:
-        """Of the last layer: where every layer's stretch begins, or has begun before the pass under way."""
+        """The position at which the open stretch of every layer begins; during a pass over many tokens, the position
+        before the pass. It is that of the last layer."""
         return self._bases[-1]
 
     def held(self) -> Held:
@@ -132,9 +142,9 @@ class StreamedBlocks:
             last = self.num_resident - 1
             try:
                 for host, blocks in zip(self._host, self._resident, strict=True):
-                    # Also where nothing is known to be in it: a prefill that is paused has come further in some layers.
+                    # Even if the block seems to be unused: a paused prefill may already have filled it in some layers.
                     self._ring.send(blocks[last], host, last - self._first_on_host)
-            except CapacityError:  # one does not pack, and there is no memory to keep it as it is
+            except CapacityError:  # a block cannot be packed, and there is no memory to keep it raw
                 break
             self.num_resident = last
             for blocks in self._resident:
@@ -142,7 +152,7 @@ class StreamedBlocks:
         return before - self._spare_bytes
 
     def _sources(self, layer: int, first: int, stop: int) -> Iterator[Source]:
-        """What crosses the link of blocks that are not resident."""
+        """Yields the sources of blocks `first` to `stop`, which are not resident, for the link."""
         host, index, stop = self._host[layer], first - self._first_on_host, stop - self._first_on_host
         while index < stop:
             count = host.together(index, min(self._placement.together, stop - index))
@@ -150,7 +160,8 @@ class StreamedBlocks:
             index += count
 
     def _send_home(self, layer: int, index: int, block: Tensor) -> None:
-        """Brings a block, on the device, to where it lives when it is not in use. It may be overwritten at once."""
+        """Copies a block, which is on the device, to its place: resident memory, host memory or a disk. `block` may be
+        overwritten immediately afterwards."""
         if index < self.num_resident:
             self._resident[layer][index].copy_(block)
         else:
@@ -160,7 +171,7 @@ class StreamedBlocks:
         if not isinstance(other, StreamedBlocks):
             return False
         other.rollback(length)
-        other.drain()  # copies may be under way from memory that is freed here
+        other.drain()  # copies from memory that is freed here may be in progress
         whole = length // self.block_size
         for layer, stretch in enumerate(self._open):
             k, v = other._on_host(layer, length)
@@ -176,7 +187,8 @@ class StreamedBlocks:
         return True
 
     def _on_host(self, layer: int, length: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of a layer's first `length` tokens, which reach into its open stretch, in host memory."""
+        """Copies the keys and values of a layer's first `length` tokens to host memory. `length` must be within the
+        open stretch."""
         whole = self._base // self.block_size
         rest = self._open[layer][:, :, : length - self._base].cpu()
         if not whole:
@@ -194,7 +206,7 @@ class StreamedBlocks:
         edge, size, base = self.num_resident * self.block_size, self.block_size, self._base
         before = pieces_of(self._resident[layer], start, min(stop, edge, base))
         before = [place.cpu() for place in before]
-        # A copy: the open stretch moves on with the tokens to come.
+        # A copy, because the open stretch changes with later tokens.
         after = [self._open[layer][:, :, max(start - base, 0) : stop - base].clone().cpu()] if stop > base else []
         first, last, host = max(start, edge), min(stop, base), self._host[layer]
         shift = self._first_on_host * size
@@ -212,7 +224,7 @@ class StreamedBlocks:
         whole, first, host = stop // self.block_size, self._first_on_host, self._host[layer]
         here, both = self._resident[layer][: min(first, whole)], self._resident[layer][first:whole]
         after = [self._open[layer][:, :, :rest]] if (rest := stop % self.block_size) else []
-        self._open[layer][:, :, rest:].zero_()  # an earlier reading may have turned out to be damaged
+        self._open[layer][:, :, rest:].zero_()  # it may have damaged data of an earlier attempt
         below = host.room(max(0, whole - first))
         places = [*here, *after]
         pieces = [on_host(place) for place in places]
@@ -230,7 +242,7 @@ class StreamedBlocks:
         self, start: int, n: int, *, rows: int | None = None, first_row: int | None = None, stop: int | None = None
     ) -> None:
         self._stop_ring()
-        self._ring.wait_for_stores()  # one that failed is an error before anything is read from where it went
+        self._ring.wait_for_stores()  # a failed store raises an error before its target is read
         self._start, self._stop = start, start + n
         self._first_row = start if first_row is None else first_row
         self._seen = self._stop if stop is None else stop
@@ -255,7 +267,7 @@ class StreamedBlocks:
         self._workspace = paused.workspace
 
     def _range(self, layer: int) -> tuple[int, int]:
-        """The blocks that a pass over few tokens streams: those that some row attends to."""
+        """The first block that a pass over few tokens streams, and the last plus 1: those to which any row attends."""
         whole = max(min(self._base // self.block_size, -(-self._seen // self.block_size)), self.num_resident)
         window = self._windows[layer]
         if window is None:
@@ -263,7 +275,10 @@ class StreamedBlocks:
         return min(max(self.num_resident, (self._first_row + 1 - window) // self.block_size), whole), whole
 
     def _close_block(self, filled: int) -> None:
-        """Moves the first block of every open stretch, which holds `filled` tokens, to its home."""
+        """Moves the first block of every layer's open stretch to its place.
+
+        Args: `filled` is the number of tokens in the open stretches.
+        """
         index = self._base // self.block_size
         for layer, stretch in enumerate(self._open):
             self._send_home(layer, index, stretch[:, :, : self.block_size])
@@ -290,7 +305,7 @@ class StreamedBlocks:
             self._hand_back(layer)
 
     def _take_up(self, layer: int, length: int) -> None:
-        """Begins a layer in the workspace with the tokens it has already."""
+        """Copies the first `length` tokens of a layer, those that it has already, to the workspace."""
         assert self._workspace is not None
         self._worked = layer
         whole = min(self._base // self.block_size, -(-length // self.block_size))
@@ -309,12 +324,12 @@ class StreamedBlocks:
             self._workspace[:, :, self._base : length] = self._open[layer][:, :, : length - self._base]
 
     def _worked_block(self, index: int) -> Tensor:
-        """A block `[2, num_kv_heads, block_size, head_dim]` of the layer in the workspace."""
+        """A view of a block `[2, num_kv_heads, block_size, head_dim]` of the layer in the workspace."""
         assert self._workspace is not None
         return self._workspace[:, :, index * self.block_size : (index + 1) * self.block_size]
 
     def _hand_back(self, layer: int) -> None:
-        """Sends a layer's new blocks home, and its last tokens to the open stretch; they are in the workspace still."""
+        """Copies a layer's new blocks from the workspace to their places, and its last tokens to the open stretch."""
         assert self._workspace is not None
         whole = self._stop // self.block_size
         for index in range(self._base // self.block_size, whole):
@@ -326,15 +341,15 @@ class StreamedBlocks:
     def pieces(self, layer: int, first: int, stop: int, *, joined: bool = False) -> Iterator[tuple[int, Tensor]]:
         size = self.block_size
         if self._workspace is not None:
-            if layer != self._worked:  # the pass brings no tokens of its own
+            if layer != self._worked:  # the pass adds no tokens to this cache
                 self._take_up(layer, self._seen)
             begin, end = first // size * size, -(-stop // size) * size
-            # One piece for flash kernels; float32, which they do not take, needs memory by the keys of a piece.
+            # Flash kernels get one piece. They do not support float32, for which memory grows with the keys of a piece.
             step = max(size, end - begin) if self.dtype.itemsize == 2 else size
             for position in range(begin, end, step):
                 yield position, self._workspace[:, :, position : position + step]
             if layer == len(self._open) - 1 and stop == self._stop > self._start:
-                self.release()  # what is chosen and drafted from next wants its memory
+                self.release()  # the choice of chunks and drafting, which follow, need the memory
             return
         resident = min(self._base // size, -(-stop // size), self.num_resident)
         begin, staying = first // size, min(resident, self._first_on_host)
@@ -363,8 +378,8 @@ class StreamedBlocks:
         return k, v
 
     def gather(self, layer: int, chunks: Tensor, chunk_size: int) -> tuple[Tensor, Tensor]:
-        """See `Blocks`. Chunks of streamed blocks are picked in host memory and cross the link."""
-        self._ring.wait_for_stores()  # blocks may be on their way there
+        """See `Blocks`. Chunks of streamed blocks are gathered in host memory, and cross the link."""
+        self._ring.wait_for_stores()  # blocks may still be on their way to host memory
         per_block = self.block_size // chunk_size
         below = self._host[layer]
         there = (chunks.cpu() - self._first_on_host * per_block).clamp_(0, len(below) * per_block - 1)
@@ -379,7 +394,7 @@ class StreamedBlocks:
         return k, v
 
     def _stop_ring(self) -> None:
-        """A pass that was broken off has left copies under way, to buffers that are used next."""
+        """Ends the copies that a pass left in progress when it was broken off. Their buffers are used next."""
         self._ring.stop()
 
     def rollback(self, length: int) -> None:
@@ -387,13 +402,13 @@ class StreamedBlocks:
             return
         self._workspace = None
         self._stop_ring()
-        if not length:  # nothing of any block is left
+        if not length:  # no tokens are left
             self._bases = [0] * len(self._bases)
             return
         index = length // self.block_size
         for layer, stretch in enumerate(self._open):
             if length >= self._bases[layer]:
-                continue  # a pass that was broken off has not come to it, and it begins with that block
+                continue  # a pass that was broken off did not reach this layer, so its stretch begins with this block
             if index < self.num_resident:
                 stretch[:, :, : self.block_size] = self._resident[layer][index]
             else:

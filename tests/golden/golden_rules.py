@@ -28,7 +28,7 @@ class Rule:
 PACKAGE = Rule("where the package is", r"/\S*/embedded/(target|draft)\b", r"<package>/embedded/\1")
 
 RULES = (
-    Rule("lines of progress come by the clock", r"^reading [\d,]+ tokens: .* left\n", ""),
+    Rule("lines of progress come by the clock", r"^prefill of [\d,]+ tokens: .* left\n", ""),
     Rule("the device's name", r"\b((?:float32|bfloat16|float16) on (?:\d ranks, each on )?)[^,;\n]+", r"\1<device>"),
     Rule("memory that is free now", rf"{_BYTES} available", "<bytes> available"),
     Rule("room on the disk", rf"{_BYTES} free", "<bytes> free"),
@@ -46,8 +46,8 @@ RULES = (
     Rule("waiting", rf"computation waited {_NUMBER} s", "computation waited <seconds>"),
     Rule(
         "answers together",
-        rf"^(together +){_NUMBER} tokens/s over (\d+) rounds of {_NUMBER} ms; reading took {_NUMBER} s",
-        r"\1<rate> over \2 rounds of <ms>; reading took <seconds>",
+        rf"^(together +){_NUMBER} tokens/s over (\d+) rounds of {_NUMBER} ms; prefill took {_NUMBER} s",
+        r"\1<rate> over \2 rounds of <ms>; prefill took <seconds>",
     ),
     Rule(
         "times in the table of answers, and how wide they make it",

@@ -116,7 +116,7 @@ def test_doctor_says_what_a_second_card_lacks(tmp_path, monkeypatch):
     text = describe(found)
     assert (
         "  left free on 0  CUDA's context 0.50 GiB, cuBLAS 128.0 MiB, NCCL 160.0 MiB, fragmentation 0.50 GiB, captured "
-        "passes (as triforce plan says)\n" in text
+        "passes (see triforce plan)\n" in text
     )
     assert "  link of 0       PCIe 4.0 x16 of 4.0 x16; measured 25.0 GB/s to the GPU, 26.0 GB/s back\n" in text
     assert "  link of 1       PCIe 4.0 x4 of 4.0 x16, below x16; measured 6.2 GB/s to the GPU" in text
@@ -133,7 +133,7 @@ def test_an_idle_cards_generation_is_no_fault(tmp_path):
     idle = look(tmp_path / "idle", fails, slow)
     assert idle.cuda[0]["link"] is None
     assert idle.missing == ["the link to CUDA device 0 could not be measured: no memory is locked"]
-    assert "PCIe 1.0 x16 of 4.0 x16 now (a card that has nothing to do lowers the generation)" in describe(idle)
+    assert "PCIe 1.0 x16 of 4.0 x16 now (an idle card lowers its generation)" in describe(idle)
     busy = look(tmp_path / "busy", lambda index: {"in": 3e9, "out": 3e9}, slow)
     assert [entry.split(":")[0] for entry in busy.missing] == ["CUDA device 0 runs at PCIe 1.0 x16 of 4.0 x16"]
 

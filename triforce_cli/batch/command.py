@@ -12,24 +12,25 @@ from .options import BatchOptions
 
 EPILOG = """[bold]Examples[/]
 
-  A file of requests, as OpenAI's batch interface takes it; the same command again goes on where it was stopped:
+  A file of requests in the format of OpenAI's batch interface. If the run is stopped, the same command goes on:
   [cyan]triforce batch requests.jsonl -o answers.jsonl --model llama-3.1-8b-instruct[/]
 
-  A line of it:
+  A line of this file:
   [cyan]{"custom_id": "1", "method": "POST", "url": "/v1/chat/completions",[/]
   [cyan] "body": {"messages": [{"role": "user", "content": "Who is Levin?"}], "context": "book", "max_tokens": 64}}[/]
 
-  Questions about a text that was read before:
+  Questions about a text that was prefilled before:
   [cyan]triforce read book.txt[/]
   [cyan]triforce batch questions.jsonl -o answers.jsonl --context book --seed 1[/]
 """
 
 
 def batch(options: BatchOptions, call: Call) -> None:
-    """Answers a file of requests, several at a time, and writes each answer as a line when it is complete.
+    """Answers a file of requests, several at a time. Each answer is written as a line when it is complete.
 
-    Lines are in OpenAI's batch form. Requests that have an answer are skipped, failed ones are tried again.
-    [bold]Ctrl-C[/] stops; the same command goes on.
+    Lines have the format of OpenAI's batch interface.
+    [bold]Ctrl-C[/] stops the run. The same command then goes on: requests that have an answer are skipped, failed and
+    interrupted ones are tried again.
     """
     from ..ranks import starts_or_follows
     from ..terminal.output import JsonFile
@@ -62,6 +63,6 @@ def _check_options(options: BatchOptions) -> None:
 
         user_store().directory(options.context)
     if options.output == Path("-"):
-        raise UsageError("--output is -, but answers that are on a file need not be computed again; give a file")
+        raise UsageError("--output is -, but the next run reads finished answers from this file; give a file")
     if options.output.exists() and options.requests.exists() and options.output.samefile(options.requests):
         raise UsageError(f"--output {options.output} is the file of requests; give another one")

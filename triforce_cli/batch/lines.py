@@ -49,11 +49,11 @@ def read_lines(path: Path) -> list[RequestLine]:
         if one.custom_id is not None:
             first = first_of.setdefault(one.custom_id, number)
             if first != number:
-                reason = f"custom_id {one.custom_id!r} is that of line {first:,} too; each line needs its own"
+                reason = f"custom_id {one.custom_id!r} is also in line {first:,}; each line needs its own"
                 one = RequestLine(number, None, "", {}, reason)
         found.append(one)
     if not found:
-        raise UsageError(f"{path} has no requests; give a JSON object a line: custom_id, method, url, body")
+        raise UsageError(f"{path} has no requests; give one JSON object per line: custom_id, method, url, body")
     return found
 
 

@@ -15,15 +15,15 @@ class BatchOptions(AnsweringOptions):
     """What `triforce batch` is asked for."""
 
     requests: Annotated[
-        Path, argument("REQUESTS", "The file of requests, a JSON object a line (JSONL); [bold]-[/] is stdin.")
+        Path, argument("REQUESTS", "The file of requests: one JSON object per line (JSONL); [bold]-[/] is stdin.")
     ]
     output: Annotated[
         Path,
         option(
             OUTPUT,
             FILE,
-            "The file of answers. Those that are in it already are not computed again; others are added as each is "
-            "complete.",
+            "The file of answers. Answers that it already has are not computed again. Each new answer is added when it "
+            "is complete.",
             "--output",
             "-o",
         ),

@@ -137,10 +137,10 @@ def _report(console: Console, document: dict[str, Any]) -> None:
     others = "".join(f", {counts[name]:,} {name}" for name in names if counts[name])
     rows = {"answered": f"{counts['answered']:,} of {counts['total']:,} requests{others}; see {document['output']}"}
     if document["new_tokens"]:
-        speed = f"{document['tokens_per_s']:.1f} tokens/s, reading included"
+        speed = f"{document['tokens_per_s']:.1f} tokens/s, prefill included"
         rows["written"] = f"{document['new_tokens']:,} tokens in {document['total_s']:.1f} s ({speed})"
         read = document["prompt_tokens"] - document["reused_tokens"]
-        rows["prompts"] = f"{document['prompt_tokens']:,} tokens, of which {read:,} had to be read"
+        rows["prompts"] = f"{document['prompt_tokens']:,} tokens; {read:,} of them needed a prefill"
         if document["link"]["bytes_streamed"]:
             rows["link"] = describe_link(document["link"])
         if document["memory"]:

@@ -210,7 +210,7 @@ class Runner:
         if self._display:
             self._display.draw_if_due()
         elif tokens >= _LONG:
-            self._reading.setdefault(task, progress_lines(f"{name_of(task)}: reading {tokens:,} tokens"))(share)
+            self._reading.setdefault(task, progress_lines(f"{name_of(task)}: prefill of {tokens:,} tokens"))(share)
 
     def _print_progress(self) -> None:
         now = time.monotonic()

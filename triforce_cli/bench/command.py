@@ -37,19 +37,19 @@ if TYPE_CHECKING:
 
 EPILOG = """[bold]Examples[/]
 
-  This machine with the embedded pair and a built-in text, for a talk:
+  This machine with the embedded pair and a built-in text, with a plot for a talk:
   [cyan]triforce bench --contexts 4096,16384,65536 --plot bench.png[/]
 
-  A model and a text of yours, with every run in a file, which [bold]triforce plan --measured[/] can start from:
+  A model and a text of yours, with every run in a file, which [bold]triforce plan --measured[/] can use:
   [cyan]triforce bench --model DIR --draft DIR --prompt-file book.txt --json bench.json[/]
 
-  Several questions about one text at a time:
+  Several questions about one text, decoded together:
   [cyan]triforce bench --batch 1,2,4,8 --contexts 32768 --plot batch.png[/]
 
   Two GPUs, greedy, all tiers:
   [cyan]triforce bench --model qwen3-8b --gpus 2 --contexts 8192,32768 --tiers 1,2,3 --temperature 0[/]
 
-  Without the weights of a model: its steps on this GPU, and the speed that follows from them
+  Without the weights of a model: the times of its steps on this GPU, and the speed that follows from them:
   [cyan]triforce bench --shape yarn-llama-2-7b-128k --contexts 32768,131072 --assume-acceptance 0.95[/]
 """
 
@@ -74,7 +74,7 @@ class BenchOptions(MeasuringOptions):
             MEASURING,
             whole_numbers(2, auto=True),
             "Context lengths to measure, in tokens of prompt and answer together. auto is "
-            f"{', '.join(f'{n:,}' for n in AUTO_CONTEXTS)}, as far as the model goes.",
+            f"{', '.join(f'{n:,}' for n in AUTO_CONTEXTS)}, up to the model's maximum.",
         ),
     ] = None
     """Ascending; `None` is `AUTO_CONTEXTS`, as far as the model goes."""
@@ -92,8 +92,8 @@ class BenchOptions(MeasuringOptions):
         option(
             MEASURING,
             whole_numbers(1),
-            "Numbers of sequences to decode together, each with a question of its own about the same text: measures "
-            "tokens per second, as in 1,2,4,8.",
+            "Numbers of sequences to decode together, such as 1,2,4,8. All have the same text; each has its own "
+            "question. Measures tokens per second.",
         ),
     ] = None
     """Ascending; `None` measures runs alone."""
@@ -104,7 +104,7 @@ class BenchOptions(MeasuringOptions):
             MEASURING,
             Kind("NAME"),
             "Instead of a model: the shape of a preset, or of a directory with config.json. Its steps are measured "
-            "with random weights and synthetic keys and values; what depends on acceptance is modelled.",
+            "with random weights and synthetic keys and values. Times that depend on acceptance are modelled.",
         ),
     ] = None
     assume_acceptance: Annotated[
@@ -112,22 +112,23 @@ class BenchOptions(MeasuringOptions):
         option(
             MEASURING,
             CHANCES,
-            "With --shape: the assumed acceptance, accepted ÷ tested, of tokens drafted on the retrieval cache, and of "
-            "those drafted by the small model. Default: 0.9,0.67.",
+            "With --shape: assumed acceptance rates (accepted ÷ tested). A: of tokens drafted on the retrieval cache. "
+            "B: of tokens drafted by the small model. Default: 0.9,0.67.",
         ),
     ] = None
     max_new_tokens: Annotated[int, new_tokens(2, NEW_TOKENS)] = 128
     plot: Annotated[
         Path | None,
-        option(OUTPUT, FILE, "Draw a picture for a talk (.png, .svg, .pdf); needs the extra [bold]plot[/]."),
+        option(OUTPUT, FILE, "Draw a plot to this file (.png, .svg, .pdf); needs the extra [bold]plot[/]."),
     ] = None
 
 
 def bench(options: BenchOptions, call: Call) -> None:
-    """Measures this machine: the time between tokens at several context lengths, with and without speculation.
+    """Measures the time between tokens on this machine, at several context lengths, with and without speculation.
 
-    For each length the prompt is read once; then every number of tiers writes an answer, one after another, several
-    times, on the same engine, weights and cache. [bold]Ctrl-C[/] stops; what was measured by then is shown and written.
+    For each length, the prompt is prefilled once. Then an answer is written with each number of tiers in turn.
+    This is repeated several times, with the same engine, weights and KV cache.
+    [bold]Ctrl-C[/] stops; the results so far are shown and written.
     """
     from ..ranks import starts_or_follows
 
@@ -159,13 +160,14 @@ def _check_runs(options: BenchOptions) -> None:
         check_sequences(options.batch[-1])
     if options.batch and options.contexts and options.contexts[0] <= options.max_new_tokens + QUESTION_TOKENS:
         raise UsageError(
-            f"--contexts has {options.contexts[0]:,}, prompt and answer together, which has no room for a question of "
-            f"{QUESTION_TOKENS} tokens and --max-new-tokens {options.max_new_tokens:,}; raise one or lower the other"
+            f"--contexts has {options.contexts[0]:,} (prompt and answer together), which has no room for a question of "
+            f"{QUESTION_TOKENS} tokens and --max-new-tokens {options.max_new_tokens:,}; raise --contexts, or lower "
+            "--max-new-tokens"
         )
     if options.contexts and options.contexts[0] <= options.max_new_tokens:
         raise UsageError(
-            f"--contexts has {options.contexts[0]:,}, prompt and answer together, but --max-new-tokens is "
-            f"{options.max_new_tokens:,}; raise the one or lower the other"
+            f"--contexts has {options.contexts[0]:,} (prompt and answer together), but --max-new-tokens is "
+            f"{options.max_new_tokens:,}; raise --contexts, or lower --max-new-tokens"
         )
 
 
@@ -176,11 +178,11 @@ def _check_shape(options: BenchOptions) -> None:
     unused = next((name for name in changed(options) if name in _OPTIONS_OF_RUNS), None)
     if unused:
         raise UsageError(
-            f"--{unused.replace('_', '-')} and --shape are both given; a shape has random weights and writes no text, "
-            "only its steps are timed: leave one out"
+            f"--{unused.replace('_', '-')} and --shape are both given, but --shape only times steps with random "
+            "weights, and writes no text; leave one out"
         )
     if {2, 3} <= set(options.tiers):
-        raise UsageError("--tiers has 2 and 3, but --shape measures the steps of one of them, beside 1; give one")
+        raise UsageError("--tiers has 2 and 3, but --shape measures only one of them, beside 1; give one of them")
     if options.gpus > 1:
         raise UsageError(f"--gpus is {options.gpus}, but --shape measures one device; leave it out")
     check_single_process("--shape measures one device")
@@ -192,7 +194,7 @@ def _check_plot(path: Path) -> None:
     TriforceError: matplotlib is not installed.
     """
     if path.suffix.lower() not in PICTURES:
-        raise UsageError(f"--plot is {str(path)!r}; its name ends with {', '.join(PICTURES)}")
+        raise UsageError(f"--plot is {str(path)!r}; the name must end with one of {', '.join(PICTURES)}")
     if find_spec("matplotlib") is None:
         raise TriforceError("--plot needs matplotlib, which is not installed: pip install 'triforce-cli[plot]'")
 
@@ -333,7 +335,7 @@ def _contexts(options: BenchOptions, config: ModelConfig, new_tokens: int) -> tu
         if not fitting:
             raise UsageError(
                 f"{config.name} has {config.max_position_embeddings:,} positions{config.positions_note} and "
-                f"--max-new-tokens is {new_tokens:,}; say with --contexts what to measure"
+                f"--max-new-tokens is {new_tokens:,}; give the lengths to measure with --contexts"
             )
         return fitting
     if options.contexts[-1] > config.max_position_embeddings:
@@ -348,5 +350,5 @@ def _tiers(options: BenchOptions, engine: Engine) -> tuple[int, ...]:
     """The numbers of tiers to measure, ascending: at most two without a draft."""
     if engine.draft is not None or engine.settings.lookup or options.tiers[-1] < 3:
         return options.tiers
-    print_note("there is no draft: two tiers take the place of three (--draft D gives one)")
+    print_note("there is no draft model, so two tiers are measured instead of three (--draft D names one)")
     return tuple(sorted({min(count, 2) for count in options.tiers}))

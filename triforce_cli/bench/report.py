@@ -231,15 +231,15 @@ def notes(document: dict[str, Any]) -> list[str]:
     measured = bandwidths(document, 1)
     lines = [
         "TBT: decoding time ÷ the tokens after the first. accepted: accepted ÷ tested draft tokens, of the small model "
-        "and of the retrieval cache. a round: tokens for each pass over the full cache.",
-        f"floor, ms: derived, the bytes of one pass ÷ the bandwidth measured before the runs ({measured}); speculation "
-        "goes below it, as a pass gives several tokens.",
+        "and of the retrieval cache. a round: tokens per pass over the full cache.",
+        f"floor, ms: derived, the bytes of one pass ÷ the bandwidth measured before the runs ({measured}). With "
+        "speculation, TBT can be below it, as a pass yields several tokens.",
     ]
     if document.get("batches"):
         lines.append(
-            "tokens/s: of all sequences together, after the first token of each; gain: of one sequence's with as many "
-            "tiers. Each sequence has the same text and a question of its own; the text is read, and crosses the link, "
-            "once for all."
+            "tokens/s: of all sequences together, after the first token of each. gain: tokens/s ÷ those of one "
+            "sequence with as many tiers. All sequences have the same text; each has its own question. The text is "
+            "prefilled, and crosses the link, once for all sequences."
         )
     if document["shape"]:
         lines += _shape_notes(document)
@@ -251,8 +251,8 @@ def notes(document: dict[str, Any]) -> list[str]:
         if row["first_difference"] is not None
     ]
     if differing:
-        why = "which is an error" if document["dtype"] == "float32" else "as near-ties in 16 bits may"
-        lines.append(f"Greedy tokens differ from plain decoding, {why}, at {', '.join(differing)}.")
+        why = "an error" if document["dtype"] == "float32" else "possible at near-ties in 16 bits"
+        lines.append(f"Greedy tokens differ from plain decoding ({why}) at {', '.join(differing)}.")
     warnings = {warning for row in _rows(document) for run in row["runs"] for warning in run.get("warnings", ())}
     lines += [f"warning: {warning}" for warning in sorted(warnings)]
     if document["interrupted"]:
@@ -261,11 +261,11 @@ def notes(document: dict[str, Any]) -> list[str]:
 
 
 def _prompt_notes(prompt: dict[str, Any]) -> list[str]:
-    lines = [f"prompt: {prompt['name']}, its first tokens; context is prompt and answer."]
+    lines = [f"prompt: the first tokens of {prompt['name']}. context: tokens of prompt and answer."]
     if prompt["repeated"]:
         lines.append(
-            f"The text has {prompt['text_tokens']:,} tokens and is repeated for longer contexts; a text that was read "
-            "before is easy to guess, so acceptance is higher than it would be: give a longer one (--prompt-file)."
+            f"The text has {prompt['text_tokens']:,} tokens and is repeated for longer contexts. Repeated text is easy "
+            "to predict, so acceptance is higher than with other text. Give a longer text (--prompt-file)."
         )
     return lines
 
@@ -273,21 +273,21 @@ def _prompt_notes(prompt: dict[str, Any]) -> list[str]:
 def _shape_notes(document: dict[str, Any]) -> list[str]:
     """Which times of a shape are measured, and what the others are derived from."""
     assumed = document["shape"]["assumed_acceptance"]
-    small = f", {assumed['draft']:.3g} of the small model's" if document["draft"] else ""
+    small = f", and {assumed['draft']:.3g} for those of the small model" if document["draft"] else ""
     lines = [
-        "Steps are measured, with random weights and zeros for keys and values; one tier's TBT is such a step, without "
-        f"sampling. More tiers' TBT is modelled from steps: assumed, {assumed['retrieval']:.3g} of the tested tokens "
-        f"that the retrieval cache drafts are accepted{small} (--assume-acceptance)."
+        "Steps are measured, with random weights, and zeros for keys and values. TBT of one tier is the time of one "
+        "step, without sampling. TBT of more tiers is modelled from steps and an assumed acceptance rate: "
+        f"{assumed['retrieval']:.3g} for tokens drafted on the retrieval cache{small} (--assume-acceptance)."
     ]
     failed = document["shape"].get("graphs_failed")
-    lines += [f"warning: steps that draft go without captured passes, and slower: {failed}"] if failed else []
+    lines += [f"warning: drafting steps run without captured passes, so they are slower: {failed}"] if failed else []
     for at in document["contexts"]:
         steps, lengths = at["steps_ms"], at["lengths"]
         drafted = f", a draft step {steps['draft']['median']:.2f} ms" if steps["draft"] else ""
         lines.append(
             f"{at['context']:,} tokens: a verification of {lengths['block_length'] + 1} rows "
-            f"{steps['verify']['median']:.1f} ms, a step on {lengths['budget']:,} tokens with "
-            f"{lengths['draft_length'] + 1} rows {steps['retrieval']['median']:.2f} ms{drafted}, a new choice of these "
-            f"tokens {steps['refresh']['median']:.2f} ms."
+            f"{steps['verify']['median']:.1f} ms, a step on the retrieval cache of {lengths['budget']:,} tokens with "
+            f"{lengths['draft_length'] + 1} rows {steps['retrieval']['median']:.2f} ms{drafted}, a refresh of this "
+            f"cache {steps['refresh']['median']:.2f} ms."
         )
     return lines

@@ -12,24 +12,24 @@ from .options import ChatOptions
 
 EPILOG = """[bold]Examples[/]
 
-  A conversation, or one about a text:
+  A conversation; then one about a text:
   [cyan]triforce chat --model llama-3.1-8b-instruct[/]
   [cyan]triforce chat --prompt-file book.txt[/]
 
-  About a book that was read before; [cyan]/save NAME[/] keeps the conversation in the same way:
+  About a book that was prefilled before ([cyan]/save NAME[/] saves a conversation in the same way):
   [cyan]triforce read book.txt[/]
   [cyan]triforce chat --context book[/]
 
-  In a script, a question a line:
+  In a script, one question per line:
   [cyan]printf 'Who is Levin?\\\\nAnd Kitty?\\\\n' | triforce chat --context book --seed 1 > answers.txt[/]
 """
 
 
 def chat(options: ChatOptions, call: Call) -> None:
-    """A conversation, about a text or about anything: only what is new is read for each question.
+    """Runs a conversation, about a text or about anything else. Each question needs a prefill of the new tokens only.
 
-    Answers go to stdout as they are accepted. [bold]Ctrl-C[/] ends an answer and keeps it, [bold]Ctrl-D[/] leaves;
-    [bold]/help[/] lists commands. Without a terminal each line of stdin is a question.
+    Answers go to stdout as their tokens are accepted. Without a terminal, each line of stdin is a question.
+    [bold]Ctrl-C[/] ends an answer and keeps it, [bold]Ctrl-D[/] leaves, [bold]/help[/] lists the commands.
     """
     from ..ranks import starts_or_follows
     from ..session.source import read_file, read_option
@@ -59,7 +59,9 @@ def _check_options(options: ChatOptions) -> None:
 
         user_store().directory(options.context)
         if options.prompt_file is not None:
-            raise UsageError("--context and --prompt-file are both given, but one text starts a conversation; give one")
+            raise UsageError(
+                "--context and --prompt-file are both given, but a conversation starts with only one text; give one"
+            )
         if options.system is not None:
             raise UsageError(
                 "--context and --system are both given, but the system message is part of a saved context; give it to "

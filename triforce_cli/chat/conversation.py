@@ -239,8 +239,8 @@ class Conversation:
                 "positions; take turns back (/undo), drop the oldest ones (--trim), or lower --max-new-tokens"
             )
         return (
-            f"the question has, with what stands before it, {tokens:,} tokens and {new:,} more may follow, but the "
-            f"model has {positions:,} positions; shorten it, or lower --max-new-tokens"
+            f"the question and all before it have {tokens:,} tokens and {new:,} more may follow, but the "
+            f"model has {positions:,} positions; shorten the question, or lower --max-new-tokens"
         )
 
 

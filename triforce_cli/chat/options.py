@@ -14,12 +14,13 @@ from ..parameters import FILE, TEXT
 class ChatOptions(RunOptions):
     """What `triforce chat` is asked for."""
 
-    prompt_file: Annotated[
-        Path | None, option(PROMPT, FILE, "A text file to talk about. Default: none, just a conversation.")
-    ] = None
+    prompt_file: Annotated[Path | None, option(PROMPT, FILE, "A text file to talk about. Default: none.")] = None
     context: Annotated[str | None, CONTEXT] = None
     system: Annotated[
-        str | None, option(PROMPT, TEXT, "A system message before the first question, by the model's chat template.")
+        str | None,
+        option(
+            PROMPT, TEXT, "A system message before the first question, put there through the model's chat template."
+        ),
     ] = None
     template_args: Annotated[list[Any] | None, TEMPLATE_ARG] = None
     trim: Annotated[
@@ -27,7 +28,7 @@ class ChatOptions(RunOptions):
         flag(
             "--trim",
             PROMPT,
-            "Drop the oldest turns (never the text, never the system message) where a question would find no room.",
+            "Drop the oldest turns if a question would not fit. The text and the system message are never dropped.",
         ),
     ] = False
     max_new_tokens: Annotated[int, new_tokens(1, "Maximum number of tokens of an answer.")] = 256

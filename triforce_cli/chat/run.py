@@ -65,7 +65,7 @@ def run(
     else:
         questions = Lines(signals)
         if sys.stdin.isatty():
-            print_note("type questions, a line each; Ctrl-D ends")
+            print_note("type questions, one per line; Ctrl-D ends")
     talk = Talk(engine, conversation, options, signals, console, questions, silent=json_file.on_stdout)
     try:
         talk.until_the_end()
@@ -96,7 +96,7 @@ def _introduce(engine: Engine, options: ChatOptions, context: Context | None, pl
     about = f"; about {context.name}, {len(context.token_ids):,} tokens" if context else ""
     print_note(engine_in_words(engine, options.model) + about)
     if plain:
-        reason = "the context stands outside the chat template" if has_template else "this model has no chat template"
+        reason = "the context has no chat template" if has_template else "this model has no chat template"
         print_note(f"{reason}: {AS_PLAIN_TEXT}")
         if options.template_args:
             print_note(NO_TEMPLATE)

@@ -139,7 +139,7 @@ class Talk:
         if takes_name and not argument:
             raise UsageError(f"/{name} needs a name: /{name} NAME")
         if argument and not takes_name:
-            raise UsageError(f"/{name} takes nothing after it, but {argument!r} is there")
+            raise UsageError(f"/{name} takes no argument, but {argument!r} is given")
         getattr(self, f"command_{name}")(*([argument] if takes_name else []))
         return True
 
@@ -177,7 +177,7 @@ class Talk:
             print_note(f"saved {len(token_ids):,} tokens; go on with them: triforce chat --context '{name}'")
             return
         if not task.begun:
-            print_note(f"the context {name} is not saved whole")
+            print_note(f"the context {name} is saved only in part")
         self._raise_unless_ctrl_c(stop)
 
     def _answer(self, make: Callable[[int], NextTurn]) -> None:
@@ -260,8 +260,8 @@ class Talk:
         for turn in asked.dropped:
             print_note(f"dropped, to make room: {in_one_line(turn.question)}")
         if asked.rewritten:
-            why = "turns were dropped" if asked.dropped else "the chat template changes what was said before"
-            print_note(f"{why}: {asked.new_tokens:,} tokens are read again")
+            why = "turns were dropped" if asked.dropped else "the chat template changes earlier turns"
+            print_note(f"{why}: {asked.new_tokens:,} tokens are prefilled again")
 
     def _write_rest(self, task: Task, output: AnswerOutput | None) -> Stop | None:
         """Writes what was held back of an answer; what stopped that, if anything."""

@@ -41,10 +41,10 @@ EPILOG = """[bold]Examples[/]
   A book, in float32, where greedy texts must be the same:
   [cyan]triforce compare --prompt-file book.txt --dtype float32 --baseline transformers[/]
 
-  The first 8,192 tokens of it, with every run in a file:
+  The first 8,192 tokens of a book, with every run in a file:
   [cyan]triforce compare --prompt-file book.txt --prompt-tokens 8192 --json runs.json[/]
 
-  Eight questions about it, answered together:
+  Eight questions about a book, answered together:
   [cyan]triforce compare --prompt-file book.txt --batch 8 --baseline transformers --baseline transformers-prefix[/]
 """
 
@@ -62,7 +62,7 @@ class CompareOptions(MeasuringOptions):
         typer.Option(
             metavar="NAME",
             help=f"System to compare with; may be repeated: {', '.join(BASELINES)}. "
-            f"Default: {' and '.join(DEFAULT_BASELINES)}, which are always there.",
+            f"Default: {' and '.join(DEFAULT_BASELINES)}, which are always installed.",
             autocompletion=words(*BASELINES),
             show_default=False,
             rich_help_panel=MEASURING,
@@ -75,8 +75,9 @@ class CompareOptions(MeasuringOptions):
         option(
             MEASURING,
             whole(1),
-            "Sequences to decode together: one text, and for each sequence a question of its own about it (32 tokens "
-            "from another place). Compares the tokens per second of all. transformers-prefix is for this only.",
+            "Number of sequences to decode together. All have the same text; each has its own question (32 tokens from "
+            "a different place of the text). Compares the tokens per second of all together. transformers-prefix needs "
+            "this option.",
         ),
     ] = None
     time_limit: Annotated[
@@ -84,8 +85,8 @@ class CompareOptions(MeasuringOptions):
         option(
             MEASURING,
             MINUTES,
-            "Minutes that one system may take to load, warm up and run once; after that it is stopped, and its row "
-            "says so.",
+            "Maximum number of minutes for one system to load, warm up and run once. A system that takes longer is "
+            "stopped, and its row says so.",
         ),
     ] = 60
     audit: Annotated[
@@ -110,8 +111,8 @@ class CompareOptions(MeasuringOptions):
             "temperature": option(
                 SAMPLING,
                 real("T"),
-                "Softmax temperature; 0 is greedy. Other systems' texts can be compared when greedy, this engine's own "
-                "with --seed too.",
+                "Softmax temperature; 0 is greedy decoding. Texts of other systems can be compared only if greedy, "
+                "texts of this engine with --seed too.",
             )
         },
     ] = Sampling(temperature=0.0)  # noqa: RUF009 - frozen
@@ -121,10 +122,11 @@ class CompareOptions(MeasuringOptions):
 
 
 def compare(options: CompareOptions, call: Call) -> None:
-    """Measures this engine and others with the same weights, the same prompt and the same sampling.
+    """Measures this engine and other systems with the same weights, the same prompt and the same sampling.
 
-    Each run is a process of its own, with one warm-up, in an order that rotates; one system is in memory at a time.
-    [bold]Ctrl-C[/] stops; what was measured by then is shown. Exits 1 if there is nothing to compare.
+    Each run is a process of its own, with one warm-up.
+    The order of the systems rotates. Only one system is in memory at a time.
+    [bold]Ctrl-C[/] stops; the results so far are shown. Exits 1 if there is nothing to compare.
     """
     from ..session.source import read_ask
 
@@ -133,11 +135,11 @@ def compare(options: CompareOptions, call: Call) -> None:
     others = [entry.name for entry in chosen if entry.module != TRIFORCE.module]
     if options.settings.rope_scaling and others:
         raise UsageError(
-            f"--rope-scaling changes the model, and {others[0]} is not given it; compare with "
+            f"--rope-scaling changes the model, but {others[0]} does not get this option; compare with "
             "--baseline autoregressive alone"
         )
     if options.audit and not options.sampling.greedy and options.sampling.seed is None:
-        raise UsageError("--audit computes the tokens again, which needs --seed where --temperature is above 0")
+        raise UsageError("--audit computes the tokens again, so it needs --seed if --temperature is above 0")
     check_single_process("compare runs every system in one process")
     options = replace(options, ask=read_ask(options.ask, print_note))
     if all(entry.missing() for entry in chosen):
@@ -166,13 +168,15 @@ def _check_batch(options: CompareOptions, chosen: list[Entry]) -> None:
     if options.batch is None:
         for entry in chosen:
             if entry.batch_only:
-                raise UsageError(f"--baseline {entry.name} is for sequences that begin alike; give --batch N too")
+                raise UsageError(
+                    f"--baseline {entry.name} is for sequences with the same beginning; give --batch N too"
+                )
         return
     check_sequences(options.batch)
     if options.ask is not None:
         raise UsageError("--ask and --batch are both given, but --batch gives each sequence its own question; give one")
     if options.audit:
-        raise UsageError("--audit and --batch are both given, but one answer alone can be audited; leave one out")
+        raise UsageError("--audit and --batch are both given, but only a single answer can be audited; leave one out")
 
 
 def _measure(
@@ -229,7 +233,7 @@ def _job(options: CompareOptions, subject: Subject, folder: str) -> Job:
     if options.batch is not None:
         if len(token_ids) <= 2 * QUESTION_TOKENS:
             raise UsageError(
-                f"--batch ends the prompt with a question of {QUESTION_TOKENS} tokens about it, but it has "
+                f"--batch ends the prompt with a question of {QUESTION_TOKENS} tokens, but the whole prompt has only "
                 f"{len(token_ids):,} tokens; give a longer one"
             )
         token_ids = token_ids[:-QUESTION_TOKENS]
@@ -266,7 +270,7 @@ def _token_ids(options: CompareOptions, subject: Subject) -> list[int]:
     if wanted is None:
         return list(build_prompt(source, options.ask, tokenizer, config, new, options.truncate).token_ids)
     if options.ask is not None:
-        raise UsageError("--ask and --prompt-tokens are both given, but the question stands at the end; give one")
+        raise UsageError("--ask and --prompt-tokens are both given, but --prompt-tokens drops the end; give one")
     check_context(config, wanted, new)
     prompt = long_prompt(source, tokenizer, config, wanted)
     if prompt.text_tokens < wanted:

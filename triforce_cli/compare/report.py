@@ -111,11 +111,14 @@ def report(console: Console, document: dict[str, Any]) -> None:
     print_lines(console, lines + _notes(document))
 
 
-_OF_ONE = "speed-up: TBT ÷ triforce's. TTFT includes the prefill; TBT is decoding time ÷ the tokens after the first."
+_OF_ONE = (
+    "speed-up: TBT ÷ TBT of triforce. TTFT includes the prefill; TBT is decoding time ÷ the tokens after the first."
+)
 
 _OF_BATCHES = (
-    "Each sequence has the same text and a question of its own. tokens/s: of all sequences together; speed-up: "
-    "triforce's ÷ the system's. TTFT: until each sequence has its first token; TBT, of each: sequences ÷ tokens/s."
+    "All sequences have the same text; each has its own question. tokens/s: of all sequences together. speed-up: "
+    "tokens/s of triforce ÷ tokens/s of the system. TTFT: until every sequence has its first token. TBT: of each "
+    "sequence, the number of sequences ÷ tokens/s."
 )
 
 
@@ -185,9 +188,9 @@ def _notes(document: dict[str, Any]) -> list[str]:
         return _differences(document)
     if audit["failure"]:
         return [f"audit: failed: {audit['failure']}", *_differences(document)]
-    words = f"audit: {audit['agree']:,} of {audit['tokens']:,} tokens are what decoding token by token draws"
+    words = f"audit: {audit['agree']:,} of {audit['tokens']:,} tokens are the same as in decoding token by token"
     first = audit["first_difference"]
-    return [words if first is None else f"{words}; the first other one is token {first}", *_differences(document)]
+    return [words if first is None else f"{words}; the first difference is at token {first}", *_differences(document)]
 
 
 def _differences(document: dict[str, Any]) -> list[str]:
@@ -196,11 +199,14 @@ def _differences(document: dict[str, Any]) -> list[str]:
     if not different:
         return []
     if document["sampling"]["temperature"] > 0:
-        return ["A seed's text depends on rounding where two tokens all but tie; with --exact on it must be the same."]
+        return [
+            "With a seed, the text depends on rounding if two tokens have nearly equal logits (a near-tie). With "
+            "--exact on it must be the same."
+        ]
     if document["dtype"] == "float32":
-        return [f"In float32 these texts are the same; {', '.join(different)} computed something else."]
+        return [f"In float32 these texts must be the same; {', '.join(different)} computed something else."]
     return [
-        f"Logits are the target's, with its full cache, in one pass in {document['dtype']}: 16-bit formats round "
-        "differently from one way of computing to another, and where two tokens all but tie, either may come out. "
-        "--dtype float32 shows whether it is that."
+        f"Logits are those of the target with its full cache, from one pass in {document['dtype']}. In 16-bit formats, "
+        "different ways of computing round differently. If two tokens have nearly equal logits (a near-tie), the text "
+        "may have either. --dtype float32 shows whether this is the reason."
     ]

@@ -9,33 +9,33 @@ from .options import GenerateOptions
 
 EPILOG = """[bold]Examples[/]
 
-  The embedded model reads a harbour's log, another for each seed, answers three questions about it, and goes on:
+  The embedded model answers three questions about the log book of a harbour (another one for each seed), and goes on:
   [cyan]triforce generate[/]
 
-  A book, and what might follow it:
+  Continue a book:
   [cyan]triforce generate --prompt-file book.txt --truncate head > more.txt[/]
 
-  A question about a book, to a larger model, downloaded where it is not there yet:
+  A question about a book, for a larger model, which is downloaded once:
   [cyan]triforce generate --model llama-3.1-8b-instruct --prompt-file book.txt --ask "Who is Levin?"[/]
 
-  Several questions about it, answered together; and four answers to one of them:
+  Several questions about a book, answered together; then four answers to one question:
   [cyan]triforce generate --prompt-file book.txt --ask "Who is Levin?" --ask "Where does he live?"[/]
   [cyan]triforce generate --prompt-file book.txt --ask "Who is Levin?" -n 4[/]
 
-  A book that is read once and asked often:
+  A book that is prefilled once, for many questions:
   [cyan]triforce read book.txt[/]
   [cyan]triforce generate --context book --ask "Who is Levin?"[/]
 
-  An answer that a program can read:
+  An answer as JSON that satisfies a schema:
   [cyan]triforce generate --prompt-file book.txt --ask "Who is Levin?" --json-schema person.json[/]
 
   From a pipe:
   [cyan]man bash | triforce generate --prompt-file - --max-new-tokens 64[/]
 
-  For a script, one JSON document, with the same tokens every time:
+  For a script: one JSON document, with the same tokens every time:
   [cyan]triforce generate --prompt-file book.txt --seed 1 --json - | jq .token_ids[/]
 
-  With lengths fixed by hand, against plain decoding:
+  With fixed draft lengths; then plain decoding, for comparison:
   [cyan]triforce generate --prompt-file book.txt --draft-length 4 --block-length 12 --budget 1024[/]
   [cyan]triforce generate --prompt-file book.txt --tiers 1[/]
 """
@@ -44,9 +44,9 @@ EPILOG = """[bold]Examples[/]
 def generate(options: GenerateOptions, call: Call) -> None:
     """Continues a text, or answers a question about it.
 
-    The text goes to stdout as it is accepted, everything else to stderr; of several answers each goes there when it is
-    complete, in the order asked.
-    [bold]Ctrl-C[/] stops; what was written by then is kept.
+    The text goes to stdout as its tokens are accepted. Everything else goes to stderr.
+    If there are several answers, each is written when it is complete, in the order of the questions.
+    [bold]Ctrl-C[/] stops the run; the text written so far is kept.
     """
     from ..ranks import starts_or_follows
     from ..session.form import grammar_of_options
@@ -81,9 +81,9 @@ def _check_options(options: GenerateOptions) -> None:
     from_stdin = [name for name, path in files.items() if str(path) == "-"]
     if len(from_stdin) > 1:
         names = " and ".join(from_stdin[:2])
-        raise UsageError(f"{names} are both -, but there is one standard input; give a file")
+        raise UsageError(f"{names} are both -, but there is only one standard input; give a file for one of them")
     if options.ignore_eos and any((options.json_schema, options.regex, options.grammar)):
-        raise UsageError("--ignore-eos is given, but an answer in a form ends where that does; leave it out")
+        raise UsageError("--ignore-eos is given, but an answer in a form ends when the form is complete; leave it out")
     for name in (options.context, options.save_context):
         if name is not None:
             from ...offload.contexts.home import user_store

@@ -28,19 +28,23 @@ class GenerateOptions(TextOptions):
 
     ask: Annotated[
         list[str] | None,
-        option(PROMPT, TEXT, f"{ASKED} May be repeated: the text is read once, and all are answered together."),
+        option(
+            PROMPT,
+            TEXT,
+            f"{ASKED} May be repeated: the text is prefilled once, and all questions are answered together.",
+        ),
     ] = None
     asks: Annotated[
         Path | None,
-        option(PROMPT, FILE, "A file of further such questions, a line each; [bold]-[/] is stdin."),
+        option(PROMPT, FILE, "A file with further questions, one per line; [bold]-[/] is stdin."),
     ] = None
     answers: Annotated[
         int,
         option(
             SAMPLING,
             whole(1),
-            "Answers to each question, or continuations of the text, each drawn anew. With --seed S answer i is drawn "
-            "with (S, i), so that the first is that of --seed S alone.",
+            "Answers to each question, or continuations of the text; each is drawn separately. With --seed S, answer i "
+            "(counted from 0) is drawn with (S, i). So answer 0 is the same as that of --seed S without -n.",
             "-n",
             "--answers",
         ),
@@ -51,15 +55,18 @@ class GenerateOptions(TextOptions):
     save_context: Annotated[
         str | None,
         option(
-            PROMPT, NAME, "Save what is read under this name, without the question; [bold]--context NAME[/] finds it."
+            PROMPT,
+            NAME,
+            "Save the prefilled text as a context of this name, without the question. [bold]--context NAME[/] starts "
+            "from it.",
         ),
     ] = None
     no_context: Annotated[
-        bool, flag("--no-context", PROMPT, "Do not look for a saved context that the prompt begins with.")
+        bool, flag("--no-context", PROMPT, "Do not look for a saved context that begins like the prompt.")
     ] = False
     json_schema: Annotated[
         Path | None,
-        option(SAMPLING, FILE, "A file with a JSON schema, of which every complete answer is; [bold]-[/] is stdin."),
+        option(SAMPLING, FILE, "A file with a JSON schema that every complete answer satisfies; [bold]-[/] is stdin."),
     ] = None
     regex: Annotated[
         str | None, option(SAMPLING, TEXT, "A regular expression that every complete answer matches as a whole.")

@@ -67,9 +67,9 @@ def wanted_answers(asks: Sequence[str | None], file: Path | None, answers: int) 
 
 
 def _too_many(answers: int) -> str:
-    each = f", {answers:,} of each question," if answers > 1 else ""
+    each = f" ({answers:,} to each question)" if answers > 1 else ""
     return (
-        f"more than {MOST_ANSWERS:,} answers are asked for{each} which is the most of one run; triforce batch takes "
+        f"more than {MOST_ANSWERS:,} answers are asked for{each}, the maximum of one run; triforce batch takes "
         "any number"
     )
 
@@ -96,7 +96,7 @@ def _lines(file: Path) -> list[tuple[int, str]]:
         if text:
             found.append((number, text))
     if not found:
-        raise TriforceError(f"--asks {name} is empty; give a question a line")
+        raise TriforceError(f"--asks {name} is empty; give one question per line")
     return found
 
 

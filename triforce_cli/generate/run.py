@@ -118,7 +118,7 @@ def run(
         engine = load_engine(options, len(longest.token_ids) + options.max_new_tokens)
         report_choices(console, engine, options.model, source.name, longest, options.max_new_tokens, len(prompts))
     if any(prompt.stops for prompt in prompts):
-        print_note(f"the question stands outside a chat template: {AS_PLAIN_TEXT}")
+        print_note(f"the question is asked without a chat template: {AS_PLAIN_TEXT}")
     if options.template_args and not any(prompt.answers and not prompt.stops for prompt in prompts):
         print_note(NO_TEMPLATE)
     if options.sampling.greedy and options.answers > 1:

@@ -29,17 +29,17 @@ EPILOG = """[bold]Examples[/]
   Would one card do, and with which settings?
   [cyan]triforce plan --model yarn-llama-2-13b-128k --gpu rtx4090[/]
 
-  A model of yours, on a card that is not in the table:
+  A model of yours, on a card that --gpu does not know:
   [cyan]triforce plan --model DIR --draft none --gpu-memory 46 --memory-gbps 900 --link-gbps 12[/]
 
-  What a higher acceptance would bring, for a script:
+  The effect of a higher acceptance rate, as JSON for a script:
   [cyan]triforce plan --model qwen3-8b --context 40960 --assume-acceptance 0.96 --json - | jq .modelled[/]
 
-  From what this machine was measured to do, for a longer context:
+  For a longer context than was measured on this machine:
   [cyan]triforce bench --contexts 4096,16384 --json bench.json[/]
   [cyan]triforce plan --measured bench.json --context 131072[/]
 
-Exits 1 if something does not fit, and says what would make it fit.
+Exits 1 if something does not fit, and names changes that would make it fit.
 """
 
 
@@ -52,8 +52,8 @@ class PlanOptions(ModelOptions):
         option(
             MACHINE,
             MODEL,
-            "A preset ([bold]triforce models[/] lists them), a directory with config.json, or a model of the hub "
-            "that is on this machine. No weights are read.",
+            "A preset ([bold]triforce models[/] lists them), a directory with config.json, or a model of the Hugging "
+            "Face hub that is on this machine. No weights are read.",
         ),
     ] = EMBEDDED
     shape: Annotated[str | None, typer.Option(hidden=True, rich_help_panel=MACHINE)] = None
@@ -71,12 +71,13 @@ class PlanOptions(ModelOptions):
         option(
             MACHINE,
             whole(1),
-            "Sequences that are decoded together, each with a question and an answer of its own about one text.",
+            "Number of sequences that are decoded together. All have the same text; each has its own question and "
+            "answer.",
         ),
     ] = 1
-    gpus: Annotated[int, option(HARDWARE, whole(1), "GPUs that share the model (tensor parallelism).")] = 1
+    gpus: Annotated[int, option(HARDWARE, whole(1), "Number of GPUs that share the model (tensor parallelism).")] = 1
     gpu: Annotated[
-        str | None, option(HARDWARE, Kind("CARD"), f"{', '.join(CARDS)}. Default: {DEFAULT_CARD}.")
+        str | None, option(HARDWARE, Kind("CARD"), f"The GPU: {', '.join(CARDS)}. Default: {DEFAULT_CARD}.")
     ] = None  # fmt: skip
     gpu_memory: Annotated[
         float | None, option(HARDWARE, AUTO_OR_POSITIVE, "Memory of each GPU, in GiB; auto is the card's.")
@@ -84,16 +85,18 @@ class PlanOptions(ModelOptions):
     memory_gbps: Annotated[
         float | None,
         option(
-            HARDWARE, AUTO_OR_POSITIVE, "Memory bandwidth of each GPU by its data sheet, in GB/s; auto is the card's.",
+            HARDWARE,
+            AUTO_OR_POSITIVE,
+            "Memory bandwidth of each GPU according to its data sheet, in GB/s; auto is the card's.",
         ),
-    ] = None  # fmt: skip
+    ] = None
     link_gbps: Annotated[
         float | None,
         option(
             HARDWARE,
             AUTO_OR_POSITIVE,
-            "Bandwidth from host memory to each GPU while all of them read, in GB/s and in practice; auto is a PCIe "
-            "x16 link of the card's generation for each GPU.",
+            "Bandwidth from host memory to each GPU, in practice and while all GPUs read, in GB/s. auto: a PCIe x16 "
+            "link of the card's generation for each GPU.",
         ),
     ] = None
     settings: Annotated[
@@ -105,8 +108,8 @@ class PlanOptions(ModelOptions):
             "host_memory": option(
                 HARDWARE,
                 AUTO_OR_GIB,
-                "Free memory of the host, in GiB; auto does not check it. What exceeds it of the KV cache is read from "
-                "a disk in every pass.",
+                "Free memory of the host, in GiB; auto does not check it. The part of the KV cache that exceeds it is "
+                "read from a disk in every pass.",
             )
         },
     ] = Settings()  # noqa: RUF009 - frozen
@@ -115,8 +118,8 @@ class PlanOptions(ModelOptions):
         option(
             HARDWARE,
             AUTO_OR_POSITIVE,
-            "Bandwidth of large reads from the disk of what exceeds host memory, in GB/s; auto assumes an NVMe disk "
-            f"with {DISK_BANDWIDTH / 1e9:g}.",
+            "Bandwidth of large reads from the disk for the part of the KV cache that exceeds host memory, in GB/s; "
+            f"auto assumes an NVMe disk with {DISK_BANDWIDTH / 1e9:g}.",
         ),
     ] = None
     measured: Annotated[
@@ -124,8 +127,8 @@ class PlanOptions(ModelOptions):
         option(
             HARDWARE,
             FILE,
-            "Instead of a card: what [bold]triforce bench --json[/] measured with this model. Bandwidths, the time of "
-            "passes and acceptance are then as measured.",
+            "Instead of a card: a file of [bold]triforce bench --json[/] with this model. The plan then uses the "
+            "measured bandwidths, times of passes and acceptance rates.",
         ),
     ] = None
     assume_acceptance: Annotated[
@@ -133,8 +136,8 @@ class PlanOptions(ModelOptions):
         option(
             ASSUMED,
             CHANCES,
-            "Assumed acceptance, accepted ÷ tested, of tokens drafted on the retrieval cache, and of those drafted by "
-            "the small model. Default: as measured, else 0.9,0.67.",
+            "Assumed acceptance rates (accepted ÷ tested). A: of tokens drafted on the retrieval cache. B: of tokens "
+            "drafted by the small model. Default: as measured, else 0.9,0.67.",
         ),
     ] = None
     draft_acceptance: Annotated[
@@ -150,10 +153,11 @@ class PlanOptions(ModelOptions):
 
 
 def plan(options: PlanOptions, call: Call) -> None:
-    """Says what would live where and how fast it would be, before anything is bought, downloaded or loaded.
+    """Estimates where weights and KV cache would be placed and how fast a model would run. Downloads and loads nothing.
 
-    Bytes follow the rules of a run. Times are [bold]modelled[/], from bytes, bandwidths and an assumed acceptance; with
-    --measured from what was measured, for other lengths of context or of drafts than were.
+    It needs neither the weights nor the GPUs. Bytes are planned as before a run.
+    Times are [bold]modelled[/] from bytes, bandwidths and an assumed acceptance rate.
+    With --measured, they are computed from measurements, also for contexts and draft lengths that were not measured.
     """
     shape = options.shape
     if shape is not None and options.model != EMBEDDED:
@@ -222,7 +226,7 @@ def _check_measured(options: PlanOptions) -> None:
     """
     for name, given in (("--gpu", options.gpu), ("--memory-gbps", options.memory_gbps)):
         if given is not None:
-            raise UsageError(f"{name} and --measured are both given; the hardware is what was measured: give one")
+            raise UsageError(f"{name} and --measured are both given, but --measured describes the hardware; give one")
 
 
 def _card(name: str | None) -> Card:

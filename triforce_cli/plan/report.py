@@ -39,9 +39,9 @@ def show(plan: Plan) -> None:
     if any(plan.estimates.values()):
         console.print(_speed_table(plan))
         if plan.calibration:
-            console.print(f"\nTimes are modelled, from passes as measured (above): {_assumptions(plan)}.")
+            console.print(f"\nTimes are modelled, from the measured passes above: {_assumptions(plan)}.")
         else:
-            console.print(f"\nTimes are modelled, not measured; assumed: {_assumptions(plan)}.")
+            console.print(f"\nTimes are modelled, not measured. Assumed: {_assumptions(plan)}.")
     if plan.shortfalls:
         if any(plan.estimates.values()):
             console.print()
@@ -98,7 +98,7 @@ def _memory_table(plan: Plan) -> Table:
         ("RoPE table", _size(run.rope), "-"),
         *([("attention in PyTorch's operations", _size(run.scratch), "-")] if run.scratch else []),
         *((name, _size(size), "-") for name, size in streaming.items() if placement.streams),
-        *([("staging, for what is on the disk", "-", _size(run.staging * request.gpus))] if run.staging else []),
+        *([("staging, for blocks on the disk", "-", _size(run.staging * request.gpus))] if run.staging else []),
         *([("copies of earlier states", "-", _size(run.kept_states * request.gpus))] if run.kept_states else []),
         *([("index of the text", "-", _size(run.index * request.gpus))] if run.index else []),
         *(
@@ -109,7 +109,7 @@ def _memory_table(plan: Plan) -> Table:
         *((f"left free for {_RESERVED[part]}", _size(size), "-") for part, size in run.reserve_parts.items() if size),
         ("total", _size(run.device_total), _size(run.host_total * request.gpus)),
         ("available", gib(request.gpu_bytes or 0), host),
-        *([("on a disk, of the KV cache", "-", f"({gib(run.disk_kv * request.gpus)})")] if run.disk_kv else []),
+        *([("part of the KV cache on a disk", "-", f"({gib(run.disk_kv * request.gpus)})")] if run.disk_kv else []),
     ]
     return make_table(("memory", "each GPU" if request.gpus > 1 else "GPU", "host"), rows, left=("memory",))
 
@@ -127,8 +127,8 @@ def _verification(plan: Plan) -> str:
     moved = f"A verification moves {gib(run.streamed_per_pass)}{each}"
     if run.disk_per_pass:
         speed = f"{plan.hardware.disk_bandwidth / 1e9:.3g} GB/s, {plan.disk_speed_is}"
-        moved += f", of them {gib(run.disk_per_pass)} read from a disk ({speed})"
-    return f"{moved}: {floor:,.0f} ms at least (the floor)."
+        moved += f"; {gib(run.disk_per_pass)} of these bytes are read from a disk ({speed})"
+    return f"{moved}. It takes at least {floor:,.0f} ms (the floor)."
 
 
 def _assumptions(plan: Plan) -> str:
@@ -139,14 +139,14 @@ def _assumptions(plan: Plan) -> str:
         return f" ({'measured' if value == known else 'assumed'})" if plan.calibration else ""
 
     large, small = plan.assumed.acceptance, plan.assumed.draft_acceptance
-    words = f"{large:.3g}{source(large, measured[0])} of what the retrieval cache drafts is accepted when tested"
+    words = f"acceptance rate {large:.3g}{source(large, measured[0])} of tokens drafted on the retrieval cache"
     if plan.draft is None:
         return words
     small_model = plan.run.request.small
-    drafts = "the small model drafts" if small_model else "is looked up"
+    drafts = "the small model" if small_model else "lookup"
     if small_model and small_model.is_head:
-        drafts = "the model's multi-token-prediction head drafts"
-    return f"{words}, {small:.2g}{source(small, measured[1])} of what {drafts}"
+        drafts = "the model's multi-token-prediction head"
+    return f"{words}, {small:.2g}{source(small, measured[1])} of tokens drafted by {drafts}"
 
 
 def _measured(calibration: Calibration) -> list[str]:
@@ -154,18 +154,18 @@ def _measured(calibration: Calibration) -> list[str]:
     terms, source = calibration.terms(), calibration.source
     fitted, accepted, bandwidth = terms["pass_fit"], terms["measured_acceptance"], terms["bandwidth"]
     rates = [f"{fitted['overhead_ms']:.3g} ms"]
-    rates += [f"a byte at {fitted['gb_per_s']:,.0f} GB/s"] if fitted["gb_per_s"] else []
-    rates += [f"an operation at {fitted['gflops']:,.0f} GFLOPS"] if fitted["gflops"] else []
+    rates += [f"bytes ÷ {fitted['gb_per_s']:,.0f} GB/s"] if fitted["gb_per_s"] else []
+    rates += [f"operations ÷ {fitted['gflops']:,.0f} GFLOPS"] if fitted["gflops"] else []
     shares = {"retrieval cache": accepted["retrieval"], "small model": accepted["draft"]}
     known = [f"{share:.2f} ({name})" for name, share in shares.items() if share is not None]
     link = bandwidth["link_gb_per_s"]
     lines = [
         f"Measured on {terms['date']} with {terms['measured_model']} ({source.path.name}):",
         f"  memory {bandwidth['memory_gb_per_s']:.1f} GB/s; link "
-        + (f"{link:.1f} GB/s" if link else "not measured, so as of a card's"),
-        f"  a pass: {' + '.join(rates)},",
+        + (f"{link:.1f} GB/s" if link else "not measured, so that of a card"),
+        f"  time of a pass: {' + '.join(rates)},",
         f"    fitted to {fitted['passes']} measured kinds of passes, off by at most {fitted['worst']:.0%}",
-        f"  besides, a round: {terms['round_ms']:.2g} ms"
+        f"  rest of a round: {terms['round_ms']:.2g} ms"
         + (f"; a draft step: {terms['draft_step_ms']:.2g} ms" if terms["draft_step_ms"] is not None else ""),
     ]
     if known:

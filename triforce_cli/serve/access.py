@@ -58,8 +58,8 @@ class Access:
         loopback = is_loopback(host)
         if not loopback and options.api_key is None and not options.no_auth:
             raise UsageError(
-                f"--host {host} can be reached by others: give --api-key @FILE, which requests must then "
-                "bring, or --no-auth to answer anybody"
+                f"--host {host} can be reached by others: give --api-key @FILE, so that requests need this key, or "
+                "--no-auth to answer everyone"
             )
         own = [] if loopback else [socket.gethostname(), socket.getfqdn()]
         hosts = {name.lower().strip("[]") for name in (host, *_LOOPBACK, *own, *(options.allow_host or []))}
@@ -86,7 +86,9 @@ class Access:
             )  # fmt: skip
         origin = headers.get("origin")
         if origin is not None and origin.lower().partition("://")[2] != host:
-            return BodyError("a page of another origin may not ask here", code="foreign_origin", status=403)
+            return BodyError(
+                "requests from a web page of another origin are refused", code="foreign_origin", status=403
+            )
         if path in WITHOUT_KEY:
             return None
         if self.own_user:
@@ -138,10 +140,10 @@ def _refusal_of(owner: int | None) -> BodyError | None:
     account that serves may, and is answered."""
     if owner is not None and owner in (os.geteuid(), 0):
         return None
-    what = "it cannot be told whose request this is" if owner is None else "the request is of another user"
+    what = "it is not known which user sent this request" if owner is None else "another user sent this request"
     return BodyError(
         f"{what}, and a server without a key answers only the user who started it, and root: start triforce serve with "
-        "--api-key @FILE, with --uds PATH (a Unix socket), or with --no-auth to answer anybody",
+        "--api-key @FILE, with --uds PATH (a Unix socket), or with --no-auth to answer everyone",
         code="other_user", status=401,
     )  # fmt: skip
 
@@ -157,7 +159,7 @@ def _keys(option: str | None) -> tuple[bytes, ...]:
         found = [option.strip().encode("utf-8", "surrogateescape")]
     if not found or not all(key and all(32 < byte <= 126 for byte in key) for key in found):
         raise UsageError(
-            "--api-key must be letters, digits and signs without spaces; a file may have several, one a line"
+            "--api-key must be letters, digits and signs without spaces; a file may have several keys, one per line"
         )
     return tuple(dict.fromkeys(found))
 

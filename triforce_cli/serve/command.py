@@ -11,17 +11,17 @@ from .options import ServeOptions
 
 EPILOG = """[bold]Examples[/]
 
-  For this machine, with questions about a text that was read before:
+  For this machine, with questions about a text that was prefilled before:
   [cyan]triforce read book.txt[/]
   [cyan]triforce serve --context book[/]
 
   curl http://127.0.0.1:8000/v1/chat/completions -d
   [cyan]'{"messages": [{"role": "user", "content": "Who is Levin?"}], "stream": true}'[/]
 
-  For others, who need a key:
+  For other users, who need a key:
   [cyan]triforce serve --model llama-3.1-8b-instruct --host 0.0.0.0 --api-key @key.txt[/]
 
-  For programs of one's own, by a file that nobody else can open:
+  For your own programs, through a Unix socket that nobody else can open:
   [cyan]triforce serve --context book --uds ~/triforce.sock[/]
   [cyan]curl --unix-socket ~/triforce.sock http://localhost/v1/models[/]
 """
@@ -30,9 +30,9 @@ _PACKAGES = ("fastapi", "uvicorn", "prometheus_client", "python_multipart")
 
 
 def serve(options: ServeOptions, call: Call) -> None:
-    """Answers requests over HTTP in OpenAI's form, several at a time, streamed or not.
+    """Answers requests over HTTP in OpenAI's or Anthropic's format, several at a time, streamed or not.
 
-    [bold]Ctrl-C[/] or SIGTERM lets answers end; a second one cuts them.
+    [bold]Ctrl-C[/] or SIGTERM stops the server after the running answers have ended; a second signal ends them at once.
     """
     _check_options(options)
     missing = [name for name in _PACKAGES if find_spec(name) is None]

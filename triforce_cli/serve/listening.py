@@ -80,7 +80,7 @@ def _remove_stale(path: Path) -> None:
     except FileNotFoundError:
         return
     if not stat.S_ISSOCK(mode):
-        raise TriforceError(f"--uds {path} is there already and is no socket; give another path")
+        raise TriforceError(f"--uds {path} exists and is not a socket; give another path")
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         probe.setblocking(False)
         answer = probe.connect_ex(str(path))

@@ -22,21 +22,21 @@ class ServeOptions(AnsweringOptions):
         option(
             SERVING,
             TEXT,
-            "The address to listen at. Any but this machine's own (loopback) needs --api-key or --no-auth. "
+            "The address to listen at. Any address but loopback (this machine only) needs --api-key or --no-auth. "
             f"Default: {_HOST}.",
         ),
     ] = None
     port: Annotated[
         int | None,
-        option(SERVING, PORT, f"The port to listen at; 0 takes a free one and says which. Default: {_PORT}."),
+        option(SERVING, PORT, f"The port to listen at; 0 takes a free port and prints it. Default: {_PORT}."),
     ] = None
     uds: Annotated[
         Path | None,
         option(
             SERVING,
             FILE,
-            "Listen at a Unix socket instead of --host and --port: a file that is made here, which only its owner can "
-            "open unless its mode is changed. Whoever can open it is answered where there is no key.",
+            "Listen at a Unix socket instead of --host and --port. The server creates this file; only its owner can "
+            "open it, unless its mode is changed. Without a key, everyone who can open it is answered.",
         ),
     ] = None
     api_key: Annotated[
@@ -44,35 +44,41 @@ class ServeOptions(AnsweringOptions):
         option(
             SERVING,
             TEXT,
-            "The key that requests must bring (Authorization: Bearer KEY); [bold]@FILE[/] reads it from a file, so "
-            "that no list of processes shows it. A file may have several, one a line: each one's requests take turns. "
-            "Without a key only the user who serves is answered.",
+            "The key that requests must contain (Authorization: Bearer KEY). [bold]@FILE[/] reads it from a file, so "
+            "that no list of processes shows it. A file may have several keys, one per line; requests with different "
+            "keys take turns. Without a key, only the user who runs the server is answered.",
         ),
     ] = None
-    no_auth: Annotated[bool, flag("--no-auth", SERVING, "Answer anybody who can reach it, without a key.")] = False
+    no_auth: Annotated[bool, flag("--no-auth", SERVING, "Answer everyone who can reach the server, without a key.")] = (
+        False
+    )
     allow_host: Annotated[
         list[str] | None,
         option(
             SERVING,
             TEXT,
-            "A further name that this server is reached by, such as a proxy's; requests for others are refused. May be "
-            "repeated.",
+            "A further host name by which clients reach this server, such as a proxy's. Requests for other names are "
+            "refused. May be repeated.",
         ),
     ] = None
     max_queue: Annotated[
-        int, option(SERVING, whole(1), "Requests that wait in the queue, at most; further ones are refused (429).")
+        int, option(SERVING, whole(1), "Maximum number of requests in the queue; further ones are refused (429).")
     ] = 64
     grace: Annotated[
         float,
-        option(SERVING, SECONDS, "How long answers may go on after SIGTERM or Ctrl-C; a second one cuts them."),
+        option(
+            SERVING,
+            SECONDS,
+            "Seconds that running answers may go on after SIGTERM or Ctrl-C; a second signal ends them.",
+        ),
     ] = 30.0
     save_prompts: Annotated[
         bool,
         flag(
             "--save-prompts",
             SERVING,
-            "Save what is read of long prompts as contexts, from which later ones start, also after a restart. Without "
-            "it nothing is saved but what is uploaded.",
+            "Save long prompts as contexts after their prefill. Later prompts start from them, also after a restart. "
+            "Without this option, only uploaded texts are saved.",
         ),
     ] = False
     max_new_tokens: Annotated[

@@ -76,7 +76,9 @@ def run(
     server = Server(options, access, listening, directories, print_note)
     print_note(server.introduction)
     if access.anybody:
-        print_note("--no-auth: anybody who can reach it is answered, and can ask about and delete all saved contexts")
+        print_note(
+            "--no-auth: everyone who can reach this server is answered, and can ask about and delete all saved contexts"
+        )
     _allow_many_connections()
     server.start()
     ended: BaseException | None = None
@@ -114,9 +116,9 @@ def _let_end(server: Server, grace_s: float, signals: Signals) -> BodyError:
     if loading or worker.ended.is_set():
         return stopping()
     if server.lacks_a_rank:
-        print_note("a rank has ended: answers are cut")
+        print_note("a rank has ended: running answers are cut off")
         return rank_ended()
-    print_note(f"stopping: {worker.running} answers may go on for {grace_s:g} s; a second signal cuts them")
+    print_note(f"stopping: {worker.running} answers may go on for {grace_s:g} s; a second signal ends them")
     try:
         with signals.interruptible():
             worker.ended.wait(grace_s)

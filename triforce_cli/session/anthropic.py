@@ -331,7 +331,7 @@ class MessagesBody(AskingBody):
     def _agrees(self) -> MessagesBody:
         check_tools([one.name for one in self.tools], *self.tool_choice.as_openai, self.grammars)
         if self.messages[-1].role == "assistant":
-            says = "messages ends with a message of assistant, and an answer cannot go on with its text here"
+            says = "the last of messages is of assistant, and an answer cannot continue its text here"
             raise BodyError(f"{says}; end with one of user", "messages")
         return self
 

@@ -71,13 +71,13 @@ class Context:
         """
         frame = Frame(chat=tokenizer.render is not None and not raw, system=system)
         if system and not frame.chat:
-            reason = "--raw leaves it out" if raw else "this model has no chat template that it could stand in"
+            reason = "--raw leaves it out" if raw else "this model has no chat template for it"
             raise UsageError(f"--system is given, but {reason}; put it into the text")
         form = QuestionForm.of(tokenizer, cls([], frame, "", name))
         before = form.split_around_text([], "")[0]
         token_ids = tokenizer.encode(before + tokenizer.as_content(text), form.begins_text)
         if not token_ids:
-            raise UsageError("the text gives no token; give a longer one")
+            raise UsageError("the text has no tokens; give a longer one")
         return cls(token_ids, frame, line_ends_behind(text), name)
 
     @classmethod
@@ -107,7 +107,7 @@ def saved_text(name: str, config: ModelConfig) -> tuple[list[int], Frame]:
     if not manifest.complete:
         raise ContextError(
             f"the context {name!r} is not complete: {manifest.saved:,} of {manifest.tokens:,} tokens are saved; "
-            "triforce read goes on with it"
+            "triforce read completes it"
         )
     token_ids, largest = _token_ids(store.root, name, manifest.created, manifest.saved)
     shape, ours = manifest.shape, (config.kv_layers, config.num_kv_heads, config.head_dim)
@@ -289,7 +289,7 @@ def build_prompt(
     content = tokenizer.as_content(source.text)
     text = tokenizer.encode(before + content, special)
     if not text and not last:
-        raise UsageError("the prompt gives no token; give a longer text")
+        raise UsageError("the prompt has no tokens; give a longer text")
     if not drop and (len(text) + len(last) <= limit or truncate == "error"):
         check_context(config, len(text) + len(last), max_new_tokens)
         return Prompt([*text, *last], form is not None, stops, len(text))
@@ -306,7 +306,7 @@ def build_prompt(
             taken = f"--ask takes {len(first) + len(last):,} tokens and {taken}"
         raise CapacityError(
             f"{taken}, which leaves no room for the text in the {config.max_position_embeddings:,} positions of "
-            f"{config.name}; {'lower it' if ask is None else 'shorten the one or lower the other'}"
+            f"{config.name}; {'lower it' if ask is None else 'shorten the question, or lower --max-new-tokens'}"
         )
     kept = cut(text, max(1, min(room, len(text) - drop)), truncate)
     read = len(first) + len(kept)
@@ -358,7 +358,7 @@ def long_prompt(source: Source, tokenizer: Tokenizer, config: ModelConfig, token
         content = tokenizer.as_content(source.text)
         token_ids, again = tokenizer.encode(content, True), tokenizer.encode(content, False)
     if not again:
-        raise UsageError("the prompt gives no token; give a longer text")
+        raise UsageError("the prompt has no tokens; give a longer text")
     found = len(token_ids)
     times = max(0, -(-(tokens - found) // len(again)))
     return LongPrompt((token_ids + again * times)[:tokens], source.name or "--prompt", found)

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 _ENDINGS = {"eos": "end", "stop": "end", "length": "length", "interrupted": "interrupted"}
 
-NO_TEMPLATE = "--template-arg changes nothing here: nothing is asked in the model's chat template"
-AS_PLAIN_TEXT = "it gets questions and answers as plain text (Question: … Answer: …)"
+NO_TEMPLATE = "--template-arg changes nothing here: the model's chat template is not used"
+AS_PLAIN_TEXT = "the model gets questions and answers as plain text (Question: … Answer: …)"
 
 SECONDS_BETWEEN_LINES = 5.0
 """Of progress where no terminal is."""
@@ -50,7 +50,7 @@ def report_choices(
         tiers.insert(0, f"target on {plan.budget:,} chosen tokens")
         kind = "multi-token-prediction head" if draft and draft.config.is_head else "draft"
         drafts = [f"{kind} of {num_parameters(draft.config) / 1e6:,.1f} M parameters"] if draft else []
-        drafts += ["what came before"] if engine.settings.lookup else []
+        drafts += ["lookup in earlier text"] if engine.settings.lookup else []
         if drafts:
             tiers.insert(0, " or ".join(drafts))
     dropped = f" ({prompt.dropped:,} tokens dropped by --truncate)" if prompt.dropped else ""
@@ -67,7 +67,9 @@ def report_choices(
         rows["memory"] += f"; other processes have {gib(plan.request.taken_by_others)} of the GPU"
     if plan.disk_kv:
         folder = f" ({engine.contexts.store.root})" if engine.contexts else ""
-        rows["memory"] += f"; {gib(plan.disk_kv)} of it on disk{folder}, read in every verification"
+        rows["memory"] += (
+            f"; {gib(plan.disk_kv)} of the KV cache are on disk{folder} and are read in every verification"
+        )
     print_rows(console, rows)
 
 
@@ -75,9 +77,7 @@ def report_context(run: Generation | BatchSequence) -> None:
     """What a saved context saves a run from reading."""
     saved = run.saved
     if saved and saved.prefix:
-        print_note(
-            f"starts from the saved context {saved.prefix.name}: {saved.prefix.tokens:,} tokens need not be read"
-        )
+        print_note(f"starts from the saved context {saved.prefix.name}: {saved.prefix.tokens:,} tokens need no prefill")
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ NO_PROGRESS = StartProgress(lambda share: None, lambda share: None)
 @contextmanager
 def start_progress(console: Console, tokens: int) -> Iterator[StartProgress]:
     """Shows it as a bar with the time left, or as lines where no terminal is."""
-    names = "taking host memory for the KV cache", f"reading {tokens:,} tokens"
+    names = "taking host memory for the KV cache", f"prefill of {tokens:,} tokens"
     if not console.is_terminal:
         yield StartProgress(*map(progress_lines, names))
         return
@@ -234,7 +234,7 @@ def report_several(console: Console, document: dict[str, Any], names: Sequence[s
     if document["rounds"]:
         each = document["decode_s"] / document["rounds"] * 1e3
         speed = f"{document['tokens_per_s']:.1f} tokens/s over {document['rounds']:,} rounds of {each:.1f} ms"
-        rows["together"] = f"{speed}; reading took {document['prefill_s']:.2f} s"
+        rows["together"] = f"{speed}; prefill took {document['prefill_s']:.2f} s"
     if document["link"]["bytes_streamed"]:
         rows["link"] = describe_link(document["link"])
     if document["disk"]["bytes_read"]:

@@ -103,7 +103,7 @@ def _checked(name: str, prompt: Prompt, request: AnswerRequest, config: ModelCon
     """
     tokens, positions = len(prompt.token_ids), config.max_position_embeddings
     if not tokens:
-        raise BodyError(f"{name} gives no token; give a longer text", name)
+        raise BodyError(f"{name} has no tokens; give a longer text", name)
     if tokens + request.max_new_tokens > positions:
         raise BodyError(
             f"{name} has {tokens:,} tokens and {request.max_new_tokens:,} more are asked for, but {config.name} has "
@@ -159,7 +159,7 @@ def _message_prompt(request: AnswerRequest, context: Context | None, tokenizer: 
         exchanges, question = ([(asked, exchanges[0][1]), *exchanges[1:]], question) if exchanges else ([], asked)
     form = QuestionForm.of(tokenizer, context)
     if arguments and form.template is None:
-        raise BodyError(f"{name} is given, but the context stands outside the chat template; leave it out", name)
+        raise BodyError(f"{name} is given, but the context has no chat template; leave it out", name)
     prompt = form.prompt(exchanges, question, context, tokenizer)
     return _with_syntax(prompt, tokenizer) if form.template else prompt
 
@@ -172,13 +172,13 @@ def _with_syntax(
 
 def _tool_prompt(request: AnswerRequest, context: Context | None, tokenizer: Tokenizer) -> Prompt:
     """The prompt of messages that are about tools, all of it from the chat template."""
-    about, given = ("tools", "is given") if request.tools else ("messages", "has calls of tools, or their results")
+    about, given = ("tools", "is given") if request.tools else ("messages", "has tool calls or their results")
     if context is not None:
-        says = "the saved context stands before the place where a template has tools"
+        says = "a saved context comes before the place where the chat template puts tools"
         raise BodyError(f"{about} {given}, but {says}; leave one of them out", about)
     form = CallForm.of(tokenizer)
     if tokenizer.render is None or form is None:
-        template = "no chat template" if tokenizer.render is None else "a chat template without a known form of calls"
+        template = "no chat template" if tokenizer.render is None else "a chat template without a known format of calls"
         raise BodyError(f"{about} {given}, but this model has {template}", about, code="unsupported_field")
     prompt = Prompt(tokenizer.encode(_rendered(request, tokenizer.render), False), answers=True)
     calls = request.calls
@@ -187,7 +187,7 @@ def _tool_prompt(request: AnswerRequest, context: Context | None, tokenizer: Tok
     if calls.takes_grammar or request.grammar:
         schema = request.grammar.source if request.grammar else None
         if form.style == "bare" and schema == ANY_OBJECT and calls.tools:
-            says = "is for answers without tools here: any JSON object may be a call as this model writes them"
+            says = "is only for answers without tools here, because this model writes calls as plain JSON objects"
             raise BodyError(f"{request.grammar_field} {says}; give a json_schema", request.grammar_field)
         with grammar_errors("tools"):
             calls.check()
@@ -285,7 +285,7 @@ def _turns(messages: Sequence[Message]) -> tuple[str | None, list[Exchange], str
     """
     if not _is_in_turns(messages):
         raise BodyError(
-            "messages must be of user and assistant in turn here, with a user's at the end: "
+            "messages must be of user and assistant in turn here, and the last one of user: "
             f"they are of {', '.join(one.role for one in messages)}",
             "messages",
         )

@@ -148,7 +148,7 @@ def checked(text: str, name: str) -> str:
             "give a plain text file"
         )
     if not text.strip():
-        raise TriforceError(f"{name} is empty{' but for white space' if text else ''}; give a text to go on from")
+        raise TriforceError(f"{name} is empty{' but for white space' if text else ''}; give a text")
     return text
 
 

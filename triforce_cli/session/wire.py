@@ -167,7 +167,7 @@ def _stops(given: Any) -> tuple[str, ...]:
     if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
         raise ValueError(f"is {shown(given)}; it must be a text or a list of texts")
     if "" in texts:
-        raise ValueError("has an empty text, which every answer would end before")
+        raise ValueError("has an empty text, at which every answer would end at once")
     if len(texts) > MAX_STOPS:
         raise ValueError(f"has {len(texts):,} texts; it can have {MAX_STOPS}")
     longest = max((len(of_whole_characters(text).encode()) for text in texts), default=0)
@@ -181,7 +181,7 @@ def _prompts(given: Any) -> tuple[str | list[int], ...]:
         return (of_whole_characters(given) if isinstance(given, str) else given,)
     if isinstance(given, list) and given:
         if len(given) > MAX_ANSWERS:
-            raise ValueError(f"has {len(given):,} prompts; a request can have {MAX_ANSWERS}, several requests more")
+            raise ValueError(f"has {len(given):,} prompts; a request can have {MAX_ANSWERS}; send several requests")
         if all(isinstance(one, str) for one in given):
             return tuple(map(of_whole_characters, given))
         if all(map(_are_tokens, given)):
@@ -369,7 +369,7 @@ class Message(ClientObject):
             return given
         for name, owner in _OF_ROLES.items():
             if given.get(name) and given.get("role") != owner:
-                raise refused(name, given[name], f"is not supported here but in messages of {owner}; leave it out")
+                raise refused(name, given[name], f"is supported only in messages of {owner}; leave it out")
         if given.get("role") == "tool" and given.get("tool_call_id") is None:
             says = "is missing; give the id of the call whose result the message is"
             raise refused("tool_call_id", None, says, "needed")
@@ -590,7 +590,7 @@ class CompletionBody(AnswerBody):
         if answers > MAX_ANSWERS:
             says = (
                 f"prompt has {len(self.prompt):,} prompts and n is {self.n}, which are {answers:,} answers; a request "
-                f"can have {MAX_ANSWERS}, several requests more"
+                f"can have {MAX_ANSWERS}; send several requests"
             )
             raise BodyError(says, "prompt")
         return self
@@ -687,7 +687,7 @@ def check_model(name: str, models: Collection[str]) -> None:
     if name not in models:
         names = " or ".join(map(repr, sorted(models)))
         raise BodyError(
-            f"model is {shown(name)}, but {names} answers here; name that one, or none, or load the other",
+            f"model is {shown(name)}, but {names} is loaded; give that name, or none, or load the other model",
             "model", code="model_not_found", status=404,
         )  # fmt: skip
 

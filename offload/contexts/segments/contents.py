@@ -1,5 +1,8 @@
-"""What a segment holds: the keys and values of up to `SEGMENT` consecutive tokens of a context, or of some KV heads; of
-a model with linear attention also the states behind the last of them, in files of their own."""
+"""The contents of a segment's files.
+
+A segment holds the keys and values of up to `SEGMENT` consecutive tokens of a context. A file holds those of all KV
+heads or of some. If the model has linear attention, separate files hold the states after the last token.
+"""
 
 from __future__ import annotations
 
@@ -12,24 +15,25 @@ import xxhash
 from ....kernels.slots import Layout
 
 SEGMENT = 16_384
-"""Tokens of a segment, but for the last one of a context, which may have fewer."""
+"""Tokens of a segment. The last segment of a context may have fewer."""
 
 RUN = 1024
-"""Consecutive positions with a checksum for each layer and KV head, where they are not packed."""
+"""Positions in a run, if the segment is not packed. A run (a *span* in docs/contexts.md) is a fixed number of
+consecutive positions of one KV head in one layer. It has one checksum."""
 
 PACKED_RUN = 512
-"""The same where they are packed. The keys of a KV head at these positions are packed together, and so are the values.
-Blocks that stream to GPUs are whole multiples of it, where whole chunks are."""
+"""Positions in a run, if the segment is packed. The keys of a run are packed together, and so are its values. Blocks
+that stream to GPUs are whole multiples of it, if these are whole chunks."""
 
 DTYPES = {"float32": ("F32", 4), "bfloat16": ("BF16", 2), "float16": ("F16", 2)}
-"""What safetensors calls a number format, and the bytes of a number."""
+"""For each number format, its name in safetensors and the bytes of a number."""
 
 PACKABLE = "bfloat16"
 """The number format that can be packed."""
 
 
 class DamagedError(Exception):
-    """A file that does not hold what it must. The message says what is wrong, without its name."""
+    """A file does not hold what it must. The message says what is wrong, without the name of the file."""
 
 
 STATE_ROW = 16
@@ -38,43 +42,43 @@ STATE_ROW = 16
 
 @dataclass(frozen=True)
 class StatesShape:
-    """What the states of layers with linear attention are, of a whole model."""
+    """The shape of the states of a whole model's layers with linear attention."""
 
     num_layers: int
-    """With linear attention."""
+    """Layers with linear attention."""
     key_heads: int
     numbers: int
-    """Of a key head in a layer, float32: see `caches.states.States.export`."""
+    """Values of one key head in one layer, float32: see `caches.states.States.export`."""
 
     @property
     def rows(self) -> int:
-        """Rows of each half of a key head in a layer: its numbers are in two, as keys and values are."""
+        """Rows of each half of a key head in a layer. Its values are divided into two halves, like keys and values."""
         return -(-self.numbers // (2 * STATE_ROW))
 
     @property
     def num_bytes(self) -> int:
-        """Behind one token."""
+        """Bytes of the states after one token."""
         return 4 * self.num_layers * self.key_heads * self.numbers
 
     @property
     def as_rows(self) -> Shape:
-        """The shape of a file with them."""
+        """The shape of a file with states."""
         return Shape(self.num_layers, self.key_heads, STATE_ROW, "float32")
 
 
 @dataclass(frozen=True)
 class Shape:
-    """What the keys and values of a token are, of a whole model."""
+    """The shape of the keys and values that a whole model has for a token."""
 
     num_layers: int
     num_kv_heads: int
     head_dim: int
     dtype: str
-    """PyTorch's name for it, such as `bfloat16`."""
+    """PyTorch's name of the number format, such as `bfloat16`."""
     last_tokens: tuple[int, ...] = ()
-    """Of each layer how many of a segment's tokens are saved, the last ones; 0, or no entry: all."""
+    """For each layer, how many of a segment's last tokens are saved; 0: all. If empty: all tokens in all layers."""
     states: StatesShape | None = None
-    """What is saved behind the last token of each segment."""
+    """The states that are saved after the last token of each segment; `None` without linear attention."""
 
     @property
     def row_bytes(self) -> int:
@@ -82,7 +86,7 @@ class Shape:
         return self.head_dim * DTYPES[self.dtype][1]
 
     def kv_bytes(self, tokens: int, segment_tokens: int) -> int:
-        """Bytes of the keys and values that are saved of so many tokens, in segments of so many, and of the states."""
+        """Bytes of the saved keys, values and states of `tokens` tokens in segments of `segment_tokens`, not packed."""
         return self._kv_bytes(tokens, segment_tokens) + self._state_bytes(tokens, segment_tokens)
 
     def _state_bytes(self, tokens: int, segment_tokens: int) -> int:
@@ -95,11 +99,12 @@ class Shape:
         return 2 * self.num_kv_heads * self.row_bytes * kept
 
     def last_of(self, layer: int) -> int:
-        """See `last_tokens`."""
+        """The entry of a layer in `last_tokens`; 0 if it is empty."""
         return self.last_tokens[layer] if self.last_tokens else 0
 
     def saved_bytes(self, tokens: int, segment_tokens: int, packed: bool) -> int:
-        """Bytes that they take in files, about, where whole runs are saved: if packed, as if all packed."""
+        """About how many bytes keys, values and states take in files, where whole runs are saved. If `packed`, all runs
+        are counted as packed."""
         share = Layout(1, PACKED_RUN, self.head_dim).slot_bytes / (PACKED_RUN * self.row_bytes) if packed else 1
         beside = (PACKED_RUN if packed else RUN) - 1
         whole = replace(self, last_tokens=tuple(last and last + beside for last in self.last_tokens))
@@ -109,35 +114,36 @@ class Shape:
 
 @dataclass(frozen=True)
 class Contents:
-    """What a segment's file holds."""
+    """The description of what a segment's file holds."""
 
     shape: Shape
     fingerprint: str
-    """Of the model, see `fingerprint`."""
+    """The fingerprint of the model, see `fingerprint`."""
     first: int
     """Position of the first token."""
     tokens: int
     chain: str
-    """See `chained`: of all token ids from the first of the context to the last of the segment."""
+    """A hash of all token ids from the start of the context to the segment's end, see `chained`."""
     kv_heads: tuple[int, int]
-    """The model's KV heads, or key heads of states, that are in the file: the first, and the one behind the last."""
+    """The first KV head in the file, and the last plus 1, as numbers in the model. In a file with states: key heads."""
     packed: bool = False
-    """Whether keys and values are packed, where that takes less; only in bfloat16."""
+    """Whether keys and values are packed wherever this takes less space; only in bfloat16."""
     state_rows: int = 0
-    """Of a file with the states behind the last token: `StatesShape.rows`. It has no token ids."""
+    """In a file with states: `StatesShape.rows`. It has no token ids. 0 in other files."""
 
     @property
     def heads(self) -> int:
+        """Number of heads in the file."""
         return self.kv_heads[1] - self.kv_heads[0]
 
     @property
     def run(self) -> int:
-        """Consecutive positions that have a checksum for each layer and KV head."""
+        """Positions in a run, see `RUN` and `PACKED_RUN`."""
         return PACKED_RUN if self.packed else RUN
 
     @property
     def rows(self) -> int:
-        """Rows of keys, or of values, of a head: one for each token, or those of states."""
+        """Rows of the keys, or of the values, of a head: one for each token. In a file with states: `state_rows`."""
         return self.state_rows or self.tokens
 
     @property
@@ -147,10 +153,11 @@ class Contents:
 
     @property
     def runs(self) -> int:
+        """Number of runs of a head in a layer. The last run may be shorter."""
         return self.runs_of(self.rows)
 
     def runs_of(self, tokens: int) -> int:
-        """Runs that hold the first `tokens` tokens."""
+        """Number of runs that hold the first `tokens` tokens."""
         return -(-tokens // self.run)
 
     def first_run(self, layer: int) -> int:
@@ -159,11 +166,11 @@ class Contents:
         return max(0, self.tokens - last) // self.run if last else 0
 
     def first_token(self, layer: int) -> int:
-        """Its first token, counted in the segment."""
+        """The first token of the first saved run of a layer, counted from the start of the segment."""
         return self.first_run(layer) * self.run
 
     def bounds(self, run: int) -> tuple[int, int]:
-        """The first token of a run, and the one behind its last, counted in the segment."""
+        """The first token of a run, and its last plus 1, counted from the start of the segment."""
         return run * self.run, min((run + 1) * self.run, self.rows)
 
     @property
@@ -173,5 +180,5 @@ class Contents:
 
 
 def chained(chain: str, token_ids: Sequence[int]) -> str:
-    """The hash of `chain` and the token ids after it; the first chain of a context is its model's fingerprint."""
+    """The hash of `chain` and the token ids after it. The chain before a context's first token is the fingerprint."""
     return xxhash.xxh3_128_hexdigest(chain.encode() + np.asarray(token_ids, dtype="<i4").tobytes())

@@ -1,4 +1,4 @@
-"""A segment's file, open for reading: nothing that is damaged is handed out."""
+"""Reads a segment's file and checks everything that it reads, so that no damaged data are returned."""
 
 from __future__ import annotations
 
@@ -17,18 +17,21 @@ from .layout import PackedLayout, RawLayout, flags_shape
 from .rows import SegmentRows
 
 _RUNS_AT_ONCE = 8
-"""Packed runs that are read at once: large reads, of what the processor's caches hold until it is unpacked."""
+"""Packed runs that are read at once. Large reads are faster, but the data should stay in the processor's caches until
+they are unpacked."""
 
 
 class SegmentFile:
-    """A segment's file, open for reading; whoever removes it in the meantime takes nothing away."""
+    """A segment's file, open for reading. It stays readable if it is removed in the meantime."""
 
     def __init__(self, path: Path, contents: Contents, checksum: str | None = None) -> None:
         """Args:
-            checksum: what `write_segment` returned; `None` to find it out.
+            path: the file.
+            contents: what the file must hold.
+            checksum: what `write_segment` returned; `None`: not compared. The attribute `checksum` has the file's own.
 
         Raises:
-            DamagedError: it is not there, or holds something else.
+            DamagedError: the file is missing, or holds something else.
         """
         self.contents = contents
         try:
@@ -54,17 +57,18 @@ class SegmentFile:
             raise
 
     def _packed_layout(self, size: int) -> tuple[PackedLayout, bytes]:
-        """What is packed is found from the end of the file, whose size it decides."""
+        """Reads which halves of runs are packed. Their place is counted from the end of the file, because the size of
+        the layers depends on them."""
         flags_start = size - PackedLayout.tail_bytes(self.contents)
         if flags_start < 0:
             raise DamagedError(f"it has {size:,} bytes, which is too few")
         flags = self._read(flags_start, prod(flags_shape(self.contents)))
         if not flags or max(flags) > 1:
-            raise DamagedError("it does not say what of it is packed")
+            raise DamagedError("it does not say which parts of it are packed")
         try:
             return PackedLayout.of(self.contents, flags), flags
         except ValueError as error:
-            raise DamagedError(f"nothing can be packed like this: {error}") from error
+            raise DamagedError(f"its layout of packed parts is impossible: {error}") from error
 
     def __enter__(self) -> Self:
         return self
@@ -80,10 +84,10 @@ class SegmentFile:
     def token_ids(self, chain: str) -> list[int]:
         """The token ids of the segment.
 
-        Args: `chain` is that of the tokens before it.
+        Args: `chain` is the chain before the segment, see `chained`.
 
         Raises:
-            DamagedError: they are not those that the manifest's chain is of.
+            DamagedError: the token ids do not match the segment's chain in the manifest.
         """
         raw = self._read(self.layout.ids_start, self.contents.ids_bytes)
         ids = np.frombuffer(raw, dtype="<i4")
@@ -92,7 +96,9 @@ class SegmentFile:
         return ids.tolist()
 
     def check(self, layer: int, kv_head: int) -> None:
-        """Checks all that there is of a head in a layer.
+        """Checks all keys and values, or states, of a head in a layer.
+
+        Args: `kv_head` is the head's number in the model.
 
         Raises:
             DamagedError: they are not what was written.
@@ -105,12 +111,12 @@ class SegmentFile:
             self.read(layer, kv_head, [memoryview(bytearray(size))], [memoryview(bytearray(size))])
 
     def read(self, layer: int, kv_head: int, keys: Sequence[memoryview], values: Sequence[memoryview]) -> None:
-        """Reads the first tokens of a KV head that are saved in a layer into memory, as many as that holds, and checks
-        them.
+        """Reads the keys and values of a head in a layer into the given memory, and checks them. It reads from the
+        first saved token on, as many tokens as the memory has room for.
 
         Args:
-            kv_head: counted in the model.
-            keys, values: bytes, in the order of positions; both of the same, whole number of tokens.
+            kv_head: the head's number in the model.
+            keys, values: the memory, in the order of positions. Both have room for the same whole number of tokens.
 
         Raises:
             DamagedError: they are not what was written.
@@ -126,7 +132,7 @@ class SegmentFile:
         head, row, wanted = kv_head - contents.kv_heads[0], contents.shape.row_bytes, len(halves[0])
         before = contents.first_token(layer)
         runs = contents.runs_of(before + wanted)
-        rest = contents.bounds(runs - 1)[1] - before - wanted if wanted else 0  # a checksum is of a whole run
+        rest = contents.bounds(runs - 1)[1] - before - wanted if wanted else 0  # a checksum covers a whole run
         whole = [SegmentRows([*rows.parts, memoryview(bytearray(rest * row))], row) for rows in halves]
         for half, rows in enumerate(whole):
             self._scatter(layout.half_start(layer, head, half), rows.parts)
@@ -138,7 +144,7 @@ class SegmentFile:
             self._compare(layer, kv_head, run, found.intdigest())
 
     def _read_packed(self, layout: PackedLayout, layer: int, kv_head: int, halves: Sequence[SegmentRows]) -> None:
-        from .unpacking import PackedRuns  # which imports PyTorch: to check files needs none
+        from .unpacking import PackedRuns  # it imports PyTorch, which is not needed to check raw files
 
         contents, head = self.contents, kv_head - self.contents.kv_heads[0]
         before = contents.first_token(layer)
@@ -151,7 +157,7 @@ class SegmentFile:
                 runs.unpack(half, SegmentRows(list(here), rows.row_bytes))
 
     def _read_runs(self, layout: PackedLayout, layer: int, kv_head: int, first: int, stop: int) -> np.ndarray:
-        """Packed runs `first` to `stop` of a head as they are in the file, checked."""
+        """The bytes of packed runs `first` to `stop` of a head, as they are in the file; checked."""
         head = kv_head - self.contents.kv_heads[0]
         start = layout.half_start(layer, head, first, 0)
         found = np.empty(layout.run_stop(layer, head, stop - 1) - start, dtype=np.uint8)
@@ -174,7 +180,7 @@ class SegmentFile:
         return bytes(found)
 
     def _scatter(self, offset: int, parts: Sequence[memoryview]) -> None:
-        """Reads consecutive bytes into several places."""
+        """Reads consecutive bytes, from `offset` on, into several places."""
         rest = [part for part in parts if len(part)]
         while rest:
             try:

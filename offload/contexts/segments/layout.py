@@ -1,25 +1,29 @@
-"""Where things are in a segment's file, and its header: it is a safetensors file, written once.
+"""The layout of a segment's file and its header. The file is a safetensors file that is written once.
 
-There are two layouts. *Raw*, format 1: a tensor a layer, `[num_kv_heads, 2, tokens, head_dim]` (keys, then values,
-rotated by their positions), the tokens padded up to a multiple of 4,096 bytes; then the token ids; then checksums, one
-for each layer, KV head and run of `RUN` positions.
+There are two layouts.
 
-*Packed*, format 2, of keys and values in bfloat16: a tensor of bytes a layer. It has the KV heads one after another,
-each beginning at a multiple of 4,096 bytes; a head has its runs of `PACKED_RUN` positions, a run its keys, then its
-values. Each of these *halves* of a run is either a slot, as `kernels.packing` describes it, or raw `[tokens, head_dim]`
-where it does not fit into a slot or takes no less there; it begins at a multiple of 64 bytes. In a slot the tokens of
-the last run are padded up to a multiple of 64 by repeating the last one. Then come `packed`, a byte for each layer, KV
-head, run and half that says whether it is a slot, the token ids, and checksums of the runs as they are in the file.
+*Raw*, format 1. Each layer is a tensor `[num_kv_heads, 2, tokens, head_dim]`: first keys, which are rotated by their
+positions, then values. The token dimension is padded up to a multiple of 4,096 bytes. After the layers come the token
+ids, then the checksums: one for each layer, KV head and run of `RUN` positions.
 
-Of a layer of which only a segment's last tokens are saved (`Shape.last_tokens`) the runs before the first of these are
-left out; their checksums are 0.
+*Packed*, format 2, for keys and values in bfloat16. Each layer is a tensor of bytes. It has the KV heads one after
+another, and each head begins at a multiple of 4,096 bytes. A head consists of runs of `PACKED_RUN` positions. A run has
+its keys first, then its values. Each of these two is a *half* of the run, and begins at a multiple of 64 bytes. A half
+is a slot, as `kernels.packing` describes it. It is raw, `[tokens, head_dim]`, if it does not fit into a slot, or if the
+slot would not be smaller. In a slot of the last run, the last token is repeated until the number of tokens is a
+multiple of 64. After the layers come `packed` (one byte for each layer, KV head, run and half: whether it is a slot),
+the token ids, and the checksums of the runs as they are in the file.
 
-*States*, of layers with linear attention, are in files of their own in the raw layout: the numbers of a key head
-(`caches.states.States.export`), zeros behind them, as keys and values of `STATE_ROW` numbers. They have no token ids.
+If only a segment's last tokens are saved in a layer (`Shape.last_tokens`), the runs before the first of these tokens
+are left out. Their checksums are 0.
 
-In all of them every tensor begins at a multiple of 4,096 bytes, so that files can be read past the page cache, and a
-layer is read in one piece. A file may hold some of the model's heads, those of one rank. Its header follows from
-`Contents`, and from what is packed: a reader that knows what a file must hold compares the header byte by byte.
+*States* of layers with linear attention are in separate files in the raw layout. The values of a key head
+(`caches.states.States.export`), followed by zeros, are stored like keys and values with `STATE_ROW` values per row.
+These files have no token ids.
+
+In all files, every tensor begins at a multiple of 4,096 bytes, so that files can be read without the page cache. A
+layer is read in one piece. A file may hold only some of the model's heads: those of one rank. Its header depends only
+on `Contents` and on what is packed. So a reader, who knows what a file must hold, compares the header byte by byte.
 """
 
 from __future__ import annotations
@@ -38,11 +42,12 @@ from .contents import DTYPES, PACKABLE, Contents
 _ALIGNMENT = 4096
 
 _HALF_ALIGNMENT = 64
-"""Bytes that a half of a packed run begins at a multiple of, as slots do."""
+"""A half of a packed run begins at a multiple of this number of bytes, like a slot."""
 
 
 class SegmentLayout(ABC):
-    """Where things are in a file, in bytes. Heads count from the file's first, runs from the segment's first."""
+    """The places of the data in a file, in bytes from its start. Heads are counted from the first in the file, runs
+    from the first of the segment."""
 
     header: bytes
     """The header of a safetensors file: its length (8 bytes), JSON, and spaces up to `data_start`."""
@@ -61,18 +66,20 @@ class SegmentLayout(ABC):
 
     @property
     def sums_start(self) -> int:
+        """Where the checksums begin."""
         return self.ids_start + aligned(self.contents.ids_bytes)
 
     @property
     def file_bytes(self) -> int:
+        """The size of the file."""
         return self.sums_start + aligned(self.contents.sums_bytes)
 
     def _described(self, kind: str, sizes: list[list[int]], layer_bytes: list[int], flags: int | None) -> bytes:
         """The JSON of a header.
 
         Args:
-            kind, sizes, layer_bytes: number format, shape and bytes of the layers' tensors.
-            flags: bytes of `packed`; `None` where there is none.
+            kind, sizes, layer_bytes: number format, shapes and sizes in bytes of the layers' tensors.
+            flags: bytes of the tensor `packed`; `None` without this tensor.
         """
         contents = self.contents
         heads = f"{contents.kv_heads[0]}:{contents.kv_heads[1]} of {contents.shape.num_kv_heads}"
@@ -104,7 +111,7 @@ class SegmentLayout(ABC):
 
 
 class RawLayout(SegmentLayout):
-    """Keys and values as they are."""
+    """The layout of a file with keys and values that are not packed, or with states."""
 
     def __init__(self, contents: Contents) -> None:
         super().__init__(contents)
@@ -118,13 +125,13 @@ class RawLayout(SegmentLayout):
         self.header = framed(described, aligned(8 + len(described)))
 
     def padded(self, layer: int) -> int:
-        """Rows that the file has room for."""
+        """Rows of a layer, including the padding."""
         row = self.contents.shape.row_bytes
         granule = 64 * (_ALIGNMENT // gcd(_ALIGNMENT, 64 * row))
         return -(-(self.contents.rows - self.contents.first_token(layer)) // granule) * granule
 
     def half_bytes(self, layer: int) -> int:
-        """Of the keys, or the values, of one head in a layer."""
+        """Bytes of the keys, or of the values, of one head in a layer."""
         return self._half_bytes[layer]
 
     def half_start(self, layer: int, head: int, half: int) -> int:
@@ -137,10 +144,10 @@ class RawLayout(SegmentLayout):
 
 
 class PackedLayout(SegmentLayout):
-    """Keys and values packed, but for some halves of runs."""
+    """The layout of a file with packed keys and values. Some halves of runs may be raw."""
 
     def __init__(self, contents: Contents, packed: np.ndarray) -> None:
-        """Args: `packed` is `flags_shape(contents)` bool: which halves of runs are."""
+        """Args: `packed` says which halves of runs are packed: `flags_shape(contents)` bool."""
         super().__init__(contents)
         self.packed = packed
         sizes = np.where(packed, slot_sizes(contents), raw_sizes(contents))
@@ -149,17 +156,22 @@ class PackedLayout(SegmentLayout):
         self._size = sizes
         ends = sizes.reshape(*sizes.shape[:2], -1).cumsum(2)
         self._within = (ends - sizes.reshape(ends.shape)).reshape(sizes.shape)
-        """Where a half begins, counted from its head's beginning."""
+        """Where a half begins, counted from the start of its head."""
         self._head_bytes = aligned(ends[:, :, -1])
         self._head_start = (self._head_bytes.cumsum() - self._head_bytes.ravel()).reshape(self._head_bytes.shape)
-        # A header is written last, when it is known what fits into slots: where nothing does, it is the longest.
+        # The header is written last, when it is known which halves fit into slots. Room is left for the longest
+        # header: that of a file in which nothing is packed.
         all_raw = [contents.heads * aligned(2 * int(raw_sizes(contents).sum()))] * contents.shape.num_layers
         room = aligned(8 + len(self._json(all_raw)))
         self.header = framed(self._json([int(size) for size in self._head_bytes.sum(1)]), room)
 
     @classmethod
     def of(cls, contents: Contents, flags: bytes) -> Self:
-        """Args: `flags` are `packed` as the file has them."""
+        """The layout for the bytes of the tensor `packed` in the file.
+
+        Raises:
+            ValueError: there are too few or too many bytes.
+        """
         return cls(contents, np.frombuffer(flags, dtype=bool).reshape(flags_shape(contents)))
 
     @property
@@ -168,6 +180,7 @@ class PackedLayout(SegmentLayout):
 
     @property
     def flags_start(self) -> int:
+        """Where the tensor `packed` begins."""
         return self.data_start + int(self._head_bytes.sum())
 
     def half_start(self, layer: int, head: int, run: int, half: int) -> int:
@@ -175,6 +188,7 @@ class PackedLayout(SegmentLayout):
         return self.data_start + int(self._head_start[layer, head] + self._within[layer, head, run, half])
 
     def half_bytes(self, layer: int, head: int, run: int, half: int) -> int:
+        """Bytes of the keys (`half` 0) or values (1) of a run."""
         return int(self._size[layer, head, run, half])
 
     def run_stop(self, layer: int, head: int, run: int) -> int:
@@ -186,41 +200,43 @@ class PackedLayout(SegmentLayout):
 
     @classmethod
     def tail_bytes(cls, contents: Contents) -> int:
-        """Bytes of a file from the flags of what is packed to its end: of any file with these contents."""
+        """Bytes from the start of the tensor `packed` to the end of the file. The same for all files with these
+        contents."""
         flags = int(np.prod(flags_shape(contents)))
         return aligned(flags) + aligned(contents.ids_bytes) + aligned(contents.sums_bytes)
 
 
 def flags_shape(contents: Contents) -> tuple[int, int, int, int]:
-    """Layers, KV heads, runs and halves of what is, or is not, packed."""
+    """The shape of the tensor `packed`: layers, KV heads, runs, halves."""
     return contents.shape.num_layers, contents.heads, contents.runs, 2
 
 
 def slot_layout(contents: Contents, run: int) -> Layout:
-    """The slot of a half of a run."""
+    """The layout of the slot for a half of a run."""
     start, stop = contents.bounds(run)
     return Layout(1, -(-(stop - start) // GROUP) * GROUP, contents.shape.head_dim)
 
 
 def slot_sizes(contents: Contents) -> np.ndarray:
-    """Bytes of the slot of a half of each run: `[runs, 1]`."""
+    """For each run, bytes of the slot of one of its halves: `[runs, 1]`."""
     return _by_run(contents, [slot_layout(contents, run).slot_bytes for run in _unlike(contents)])
 
 
 def raw_sizes(contents: Contents) -> np.ndarray:
-    """Bytes of a half of each run that is not packed: `[runs, 1]`."""
+    """For each run, bytes of one of its halves if it is not packed: `[runs, 1]`."""
     tokens = (stop - start for start, stop in map(contents.bounds, _unlike(contents)))
     return _by_run(contents, [aligned(each * contents.shape.row_bytes, _HALF_ALIGNMENT) for each in tokens])
 
 
 def pays(contents: Contents) -> np.ndarray:
-    """Of which runs a slot takes less than the raw half: `[runs]` bool."""
+    """For each run, whether a slot is smaller than the raw half: `[runs]` bool. All false in other dtypes than
+    bfloat16."""
     packable = contents.shape.dtype == PACKABLE
     return (slot_sizes(contents) < raw_sizes(contents))[:, 0] & packable
 
 
 def _unlike(contents: Contents) -> tuple[int, int]:
-    """The first run and the last one, which may be shorter; all others are like the first."""
+    """The first run, and the last one, which may be shorter. All other runs have the size of the first."""
     return 0, contents.runs - 1
 
 
@@ -231,10 +247,10 @@ def _by_run(contents: Contents, sizes: list[int]) -> np.ndarray:
 
 
 def framed(described: bytes, size: int) -> bytes:
-    """The header of a safetensors file with this JSON, in so many bytes."""
+    """The header of a safetensors file with this JSON, padded to `size` bytes."""
     return (size - 8).to_bytes(8, "little") + described.ljust(size - 8)
 
 
 def aligned(size: Any, alignment: int = _ALIGNMENT) -> Any:
-    """`size`, or each of several, rounded up to a multiple of `alignment`."""
+    """`size`, a number or an array of numbers, rounded up to a multiple of `alignment`."""
     return -(-size // alignment) * alignment

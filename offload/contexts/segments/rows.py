@@ -1,4 +1,4 @@
-"""Rows of bytes, a row for each token, that lie in several places of host memory."""
+"""Rows of bytes in several places of host memory, one row for each token."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 class SegmentRows:
-    """Consecutive rows of bytes that lie in several places."""
+    """Consecutive rows of bytes in several places of host memory."""
 
     def __init__(self, parts: Sequence[memoryview], row_bytes: int) -> None:
         self.parts, self.row_bytes = parts, row_bytes
@@ -32,8 +32,8 @@ class SegmentRows:
             at += len(part)
 
     def whole_runs(self, run: int) -> Iterator[tuple[int, int, memoryview]]:
-        """Of each place that holds whole runs of so many rows: the first of them, the one behind the last, counted from
-        the first row on, and their memory."""
+        """For each place that holds whole runs of `run` rows: the first run, the last plus 1, and their memory. Runs
+        are counted from the first row of all places."""
         row, at = self.row_bytes, 0
         for part in self.parts:
             rows = len(part) // row
@@ -45,6 +45,6 @@ class SegmentRows:
 
 def byte_views(pieces: Sequence[Tensor], half: int, head: int) -> list[memoryview]:
     """The memory of a head's keys (`half` 0) or values (1) in pieces `[2, heads, any, head_dim]` in host memory."""
-    import torch  # not above: listing contexts needs none
+    import torch  # not at the top, because listing contexts does not need PyTorch
 
     return [piece[half, head].view(torch.uint8).numpy().reshape(-1).data for piece in pieces]

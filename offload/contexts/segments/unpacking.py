@@ -1,4 +1,4 @@
-"""Packed runs as they are in a segment's file, unpacked to where their keys or values are wanted."""
+"""Unpacks the packed runs of a segment's file into given memory."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from .rows import SegmentRows
 
 
 class PackedRuns:
-    """Consecutive runs of a KV head in a layer, as they are in the file."""
+    """The bytes of consecutive runs of a KV head in a layer, as they are in the file."""
 
     def __init__(self, layout: PackedLayout, layer: int, head: int, first: int, content: np.ndarray) -> None:
         """Args:
-        head: counted in the file.
-        first: the first of the runs.
+        head: counted from the first head in the file.
+        first: the number of the first run.
         content: the bytes of the runs, uint8.
         """
         self._layout, self._contents = layout, layout.contents
@@ -28,8 +28,8 @@ class PackedRuns:
         self._bytes = torch.from_numpy(content)
 
     def unpack(self, half: int, rows: SegmentRows) -> None:
-        """Writes their keys (`half` 0) or values (1) to `rows`: of the first run all tokens or the leading ones, and
-        what follows, as far as there is room."""
+        """Writes the keys (`half` 0) or values (1) to `rows`, from the first token of the first run on, as many as
+        `rows` has room for."""
         size, dim = self._contents.run, self._contents.shape.head_dim
         beside = set(range(self._first, self._first + -(-len(rows) // size)))
         for start, stop, memory in rows.whole_runs(size):
@@ -38,7 +38,7 @@ class PackedRuns:
             blocks = torch.frombuffer(memory, dtype=torch.bfloat16).view(stop - start, 1, size, dim)
             for at, end in self._alike(half, start, stop):
                 self._unpack(half, at, blocks[at - start : end - start])
-        for run in beside:  # they lie in several places, or not all of their tokens are wanted
+        for run in beside:  # these runs go to several places, or not all of their tokens are wanted
             layout = slot_layout(self._contents, run)
             block = torch.empty(1, 1, layout.tokens, dim, dtype=torch.bfloat16)
             self._unpack(half, run, block)
@@ -49,7 +49,7 @@ class PackedRuns:
                 at += len(part)
 
     def _alike(self, half: int, start: int, stop: int) -> Iterator[tuple[int, int]]:
-        """Runs `start` to `stop` in parts: packed ones that are equally far apart, or one that is not packed."""
+        """Divides runs `start` to `stop` into parts: packed runs at equal distances in memory, or one raw run."""
         while start < stop:
             end = start + 1
             while end < stop and self._is_packed(half, start) and self._is_packed(half, end):
@@ -60,7 +60,8 @@ class PackedRuns:
             start = end
 
     def _unpack(self, half: int, run: int, blocks: Tensor) -> None:
-        """Writes `blocks` `[any, 1, tokens, head_dim]` from `run` on, which are alike."""
+        """Unpacks runs from `run` on into `blocks` `[any, 1, tokens, head_dim]`. The runs are one part, see
+        `_alike`."""
         if self._is_packed(half, run):
             size = slot_layout(self._contents, run).slot_bytes
             strides = self._step(half, run) if len(blocks) > 1 else size, 1

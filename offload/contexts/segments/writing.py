@@ -21,15 +21,15 @@ if TYPE_CHECKING:
 def write_segment(
     disk: Disk, path: Path, contents: Contents, token_ids: Sequence[int], layers: Iterable[Sequence[Tensor]]
 ) -> str:
-    """Writes a segment's file durably; until it is whole its name is another one.
+    """Writes a segment's file durably. The file has a temporary name until it is complete.
 
     Args:
-        token_ids: those of the segment; none of a file with states.
-        layers: of each layer the keys and values in pieces `[2, heads, any, head_dim]` in host memory, in the order of
-            positions, `contents.rows` in all; those that are not saved are any.
+        token_ids: the token ids of the segment; empty for a file with states.
+        layers: the keys and values of each layer, in pieces `[2, heads, any, head_dim]` in host memory, in the order of
+            positions. They have `contents.rows` rows in total. Rows that are not saved may have any values.
 
     Returns:
-        The checksum of the file's checksums, and of what is packed, for the manifest.
+        A checksum of the tensor `packed` (if there is one) and of the file's checksums, for the manifest.
 
     Raises:
         OSError: the disk is full, or cannot be written.
@@ -49,7 +49,7 @@ def write_segment(
 
 
 def _write_raw(file: BinaryIO, contents: Contents, layers: Iterable[Sequence[Tensor]]) -> bytes:
-    """Writes the header and all layers. The checksums."""
+    """Writes the header and all layers. Returns the checksums."""
     layout, row = RawLayout(contents), contents.shape.row_bytes
     sums = np.zeros((contents.shape.num_layers, contents.heads, contents.runs), dtype="<u8")
     write_all(file, layout.header)
@@ -70,7 +70,8 @@ def _write_raw(file: BinaryIO, contents: Contents, layers: Iterable[Sequence[Ten
 
 
 def _write_packed(file: BinaryIO, contents: Contents, layers: Iterable[Sequence[Tensor]]) -> tuple[bytes, bytes]:
-    """Writes all layers, and leaves room for the header. What is packed, and the checksums."""
+    """Writes all layers, and leaves room for the header. Returns the bytes of the tensor `packed`, and the
+    checksums."""
     sums = np.zeros((contents.shape.num_layers, contents.heads, contents.runs), dtype="<u8")
     flags = np.zeros(flags_shape(contents), dtype=bool)
     file.seek(PackedLayout(contents, flags).data_start)
@@ -93,7 +94,7 @@ def _write_packed(file: BinaryIO, contents: Contents, layers: Iterable[Sequence[
 def _packed_runs(
     contents: Contents, pieces: Sequence[Tensor], head: int, first: int
 ) -> Iterator[tuple[list[bool], list[memoryview]]]:
-    """Of each run of a head from the `first` on, which of its halves are packed, and the bytes of both."""
+    """For each run of a head, from run `first` on: which of its halves are packed, and the bytes of both."""
     import torch
 
     values = torch.cat([piece[:, head] for piece in pieces], dim=1)  # [2, tokens, head_dim]
@@ -112,8 +113,8 @@ def _packed_runs(
 
 
 def _slots(contents: Contents, values: Tensor, first: int) -> list[Tensor | None]:
-    """The slots of a head's keys, or its values, `[tokens, head_dim]`: one for each run from the `first` on; `None` for
-    one that does not fit, or is smaller raw."""
+    """The slots of a head's keys, or of its values, `[tokens, head_dim]`: one for each run from run `first` on. `None`
+    for a run that does not fit into a slot, or whose slot is not smaller than the raw half."""
     import torch
 
     from ....kernels.packing import pack

@@ -1,8 +1,9 @@
-"""A file of blocks that host memory has no room for: on a disk, without a name, and with all its space from the start.
+"""A file on a disk for blocks for which host memory has no room.
 
-Nothing is left of it whatever happens to the process, nobody can shorten it, and a disk that is too full is an error
-before anything is computed. It is read and written past the system's page cache where the file system allows that:
-each block is read once in a pass, so pages that stay behind would take memory for nothing.
+The file has no name, so nothing is left of it however the process ends, and nobody can shorten it. All its space is
+taken at the start, so a disk that is too full is an error before anything is computed. If the file system allows it,
+the file is read and written without the system's page cache: each block is read once in a pass, so the cached pages
+would only take memory.
 """
 
 from __future__ import annotations
@@ -26,14 +27,14 @@ from ..link import LinkError, Traffic
 from ..staging import start_pool
 
 ALIGNMENT = 4096
-"""Bytes that slots, and the memory they are read into, are multiples of: what direct reads ask for."""
+"""Slots, and the memory into which they are read, are aligned to this number of bytes, as direct reads require."""
 
 
 SLOW = 1e9
-"""Bytes a second. A disk that is read more slowly is mentioned: solid-state disks on PCIe are several times faster."""
+"""Bytes/s. There is a warning if a disk is read more slowly: solid-state disks on PCIe are several times faster."""
 
 KNOWN_AFTER = 2**28
-"""Bytes after which a disk's speed is known."""
+"""Bytes that must be read before a disk's speed counts as known."""
 
 
 class DiskError(LinkError):
@@ -41,31 +42,33 @@ class DiskError(LinkError):
 
 
 class DiskSpace:
-    """The folder in which caches keep blocks that exceed host memory, and what was read and written there so far."""
+    """The folder for blocks for which host memory has no room, and the traffic of its disk so far."""
 
     def __init__(self, folder: Path, host: Host = HOST, *, slow: float = SLOW, known_after: int = KNOWN_AFTER) -> None:
         """Args:
-        slow: bytes a second below which it is mentioned how fast the disk is read.
-        known_after: bytes after which that is known.
+        folder: the folder. It need not exist yet.
+        host: makes the threads for reads and writes.
+        slow: see `SLOW`.
+        known_after: see `KNOWN_AFTER`.
         """
         self.folder, self.host = folder, host
         self._slow, self._known_after = slow, known_after
         self.pool = host.make_pool()
-        """Runs reads and writes."""
+        """The executor for reads and writes."""
         self._lock = threading.Lock()
         self._bytes_in = self._bytes_out = 0
         self._reading, self._reading_since, self._busy_s, self._waited_s = 0, 0.0, 0.0, 0.0
 
     def start_threads(self) -> None:
-        """Starts all threads of the pool, which else begin one by one as there is work for them."""
+        """Starts all threads of the pool. Otherwise they start one by one when there is work for them."""
         start_pool(self.pool)
 
     def new_file(self, num_slots: int, slot_bytes: int) -> BlockFile:
-        """A file of so many slots; see `BlockFile`."""
+        """Makes a file of `num_slots` slots; see `BlockFile`."""
         return BlockFile(self, num_slots, slot_bytes)
 
     def free_bytes(self) -> int:
-        """What the disk has room for."""
+        """Free disk space in bytes."""
         return disk_usage(self.folder).free
 
     def traffic(self) -> Traffic:
@@ -80,7 +83,7 @@ class DiskSpace:
 
     @property
     def warnings(self) -> list[str]:
-        """That the disk is slow, once it is known."""
+        """A warning if the disk is slow, as soon as its speed is known."""
         read = self.traffic()
         if read.disk_bytes_in < self._known_after or read.disk_bytes_in >= self._slow * read.disk_busy_s:
             return []
@@ -96,12 +99,13 @@ class DiskSpace:
             self._waited_s += seconds
 
     def note_written(self, num_bytes: int) -> None:
+        """Counts a write of `num_bytes`."""
         with self._lock:
             self._bytes_out += num_bytes
 
     @contextmanager
     def reading(self, num_bytes: int) -> Iterator[None]:
-        """Counts a read of `num_bytes`, and the time in which at least one is under way."""
+        """Counts a read of `num_bytes`, and the time in which at least one read is in progress."""
         with self._lock:
             if not self._reading:
                 self._reading_since = time.perf_counter()
@@ -117,41 +121,41 @@ class DiskSpace:
 
 
 class BlockFile:
-    """So many slots of as many bytes each, in a folder. Threads may read and write different slots at a time."""
+    """A file of slots of equal size. Several threads may read and write different slots at the same time."""
 
     def __init__(self, space: DiskSpace, num_slots: int, slot_bytes: int) -> None:
-        """Args: `slot_bytes` is rounded up to a multiple of `ALIGNMENT`.
+        """Args: `slot_bytes` is the size of a slot. It is rounded up to a multiple of `ALIGNMENT`.
 
         Raises:
-            CapacityError: the disk has no room for them, or the folder cannot be written to.
+            CapacityError: the disk has no room for the file, or the folder cannot be written to.
         """
         self.space = space
         self.slot_bytes = aligned_size(slot_bytes)
         size = num_slots * self.slot_bytes
         try:
             space.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            # Readable by its owner only; as long as the cache lives.
+            # Only the owner can read it. It exists as long as the cache.
             self._file = tempfile.TemporaryFile(dir=space.folder, buffering=0)  # noqa: SIM115
             _take_space(self._descriptor, size)
         except OSError as error:
             if hasattr(self, "_file"):
-                self._file.close()  # or what it has taken would be missed from what is free
+                self._file.close()  # otherwise the free space in the message would lack what the file has taken
             raise CapacityError(
                 f"{gib(size)} of the KV cache exceed host memory, and {space.folder} has no room for them "
-                f"({error.strerror}; {gib(space.free_bytes())} free): free some, set TRIFORCE_HOME to a directory on "
-                "another disk, free memory, or shorten the prompt (--truncate)"
+                f"({error.strerror}; {gib(space.free_bytes())} free): free disk space, set TRIFORCE_HOME to a "
+                "directory on another disk, free memory, or shorten the prompt (--truncate)"
             ) from error
         self.num_bytes = size
         self.direct = _pass_page_cache(self._descriptor, True)
-        """Whether it is read past the page cache; else what was read is dropped from there. Some file systems agree to
-        that and refuse the first read."""
+        """Whether the file is read without the page cache. If not, data are dropped from the page cache after they are
+        read. Some file systems accept the setting, but refuse the first read; then this becomes false."""
 
     @property
     def _descriptor(self) -> int:
         return self._file.fileno()
 
     def read(self, slot: int, memory: Tensor) -> None:
-        """Fills `memory`, `[slot_bytes]` uint8 that begins at a multiple of `ALIGNMENT`, from a slot.
+        """Reads a slot into `memory`, `[slot_bytes]` uint8, which begins at a multiple of `ALIGNMENT`.
 
         Raises:
             DiskError: the system could not read it.
@@ -173,7 +177,7 @@ class BlockFile:
         self._forget(start, len(memory))
 
     def flush(self) -> None:
-        """Returns when what was written is on the disk, and nothing of it is in the page cache.
+        """Returns when all written data are on the disk, and none of them is in the page cache.
 
         Raises:
             DiskError: the system could not write it.
@@ -202,7 +206,7 @@ class BlockFile:
     def _failed(self, what: str, why: str) -> DiskError:
         return DiskError(
             f"{what} a block of the KV cache in {self.space.folder} failed: {why}; see the system's log about this "
-            "disk, set TRIFORCE_HOME to a directory on another one, or give --host-memory more, so that less is there"
+            "disk, set TRIFORCE_HOME to a directory on another disk, or raise --host-memory so that less is on the disk"
         )
 
     def _forget(self, start: int, size: int) -> None:
@@ -217,7 +221,7 @@ def aligned_size(num_bytes: int) -> int:
 
 
 def _take_space(descriptor: int, size: int) -> None:
-    """Gives a file its size, and all of its space where the file system does that."""
+    """Sets the size of a file, and takes all its space if the file system supports that."""
     try:
         if hasattr(os, "posix_fallocate"):
             os.posix_fallocate(descriptor, 0, size)
@@ -229,7 +233,7 @@ def _take_space(descriptor: int, size: int) -> None:
 
 
 def _pass_page_cache(descriptor: int, wanted: bool) -> bool:
-    """Has a file read and written past the page cache, or through it; whether it is past."""
+    """Sets whether a file is read and written without the page cache. Returns whether it is."""
     if not hasattr(os, "O_DIRECT"):
         return False
     import fcntl

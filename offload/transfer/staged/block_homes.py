@@ -1,5 +1,5 @@
-"""Where the blocks of a cache are that are not resident, or may leave the device: host memory, page-locked or not, and
-a disk below it."""
+"""The places for blocks that are not resident, or that may leave the device: host memory, page-locked or not, and a
+disk."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from .block_file import BlockFile, DiskSpace, aligned_size
 from .disk_blocks import DiskBlocks
 
 _OTHERS = 2
-"""Caches for whose staging the system goes on to lock memory, where it does not lock all that this one has: those of
-sequences that join, and a larger one that takes this one's place."""
+"""Number of other caches for whose staging page-locked memory is left free, if the system's limit is too low for all
+memory of this cache. They are caches of sequences that join, or a larger cache that replaces this one."""
 
 
 class BlockHomes:
-    """Memory and disk space for these blocks, and the staging that some of them need."""
+    """Memory and disk space for the blocks of a cache, and the staging that some of them need."""
 
     def __init__(
         self,
@@ -45,11 +45,11 @@ class BlockHomes:
         self._memory = HostMemory(link, host)
         self.overflow = Overflow(self._memory, self._block, dtype)
         self.host: list[HostBlocks] = []
-        """Of each layer."""
+        """The blocks of each layer."""
         self._locked: list[int] = []  # layers whose memory is page-locked
         self.file: BlockFile | None = None
         self.staging: Staging | None = None
-        """What blocks pass through that the link cannot copy; `None` where there are none."""
+        """Staging for blocks that the link cannot copy directly; `None` if there are none."""
         if placement.num_disk:
             assert disk
             slot_bytes = placement.host_block_bytes(config, dtype)
@@ -88,11 +88,13 @@ class BlockHomes:
         return DiskBlocks(self.file, layer * num_disk, num_disk, blocks, self._block, self._dtype, overflow)
 
     def _make_staging(self) -> Staging:
-        """Buffers for any block. Where the system locks no more, layers that are locked become ordinary memory first;
-        then there are fewer buffers.
+        """Makes the staging, whose buffers have room for any block.
+
+        If the system does not page-lock enough memory for it, page-locked layers are moved to ordinary memory. If that
+        is not enough, the number of buffers is reduced to the minimum.
 
         Raises:
-            CapacityError: the system does not even lock so much.
+            CapacityError: the system does not page-lock the memory for the minimum number of buffers.
         """
         if self._disk and self.file:
             pool, note_wait = self._disk.pool, self._disk.note_wait
@@ -115,9 +117,10 @@ class BlockHomes:
             self._unlock_layer()
 
     def _leave_room(self) -> None:
-        """Makes ordinary memory of layers that are locked, until the system would lock the staging of `_OTHERS`."""
+        """Moves page-locked layers to ordinary memory, until enough could be page-locked for the staging of `_OTHERS`
+        more caches."""
         while self._locked:
-            with suppress(CapacityError):  # what it takes is given back at once
+            with suppress(CapacityError):  # a test: the memory is freed immediately
                 buffers = _OTHERS * self._placement.limits.staging_buffers
                 self._link.host_memory((buffers, self._staged_size), torch.uint8)
                 return
@@ -125,11 +128,11 @@ class BlockHomes:
 
     @property
     def _staged_size(self) -> int:
-        """Bytes of a staging buffer, which any block fits into."""
+        """Bytes of a staging buffer. Any block fits into it."""
         return aligned_size(prod(self._block) * self._dtype.itemsize)
 
     def _unlock_layer(self) -> None:
         self._memory.refused = True
         layer = self._locked.pop()
-        self.host[layer] = RawBlocks(torch.empty(0))  # or both would be there for a moment
+        self.host[layer] = RawBlocks(torch.empty(0))  # otherwise both memories would exist at the same time
         self.host[layer] = self._blocks(layer)

@@ -1,4 +1,4 @@
-"""The blocks of one layer of which the first ones are on a disk and the others in host memory."""
+"""The blocks of one layer, if the first ones are on a disk and the others in host memory."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Found = TypeVar("Found")
 
 
 class DiskBlocks(HostBlocks):
-    """`count` blocks in slots of a file, raw or packed, and those after them elsewhere. Blocks that do not fit into
+    """`count` blocks in slots of a file, raw or packed, and the other blocks after them. Blocks that do not fit into
     packed slots are kept in host memory."""
 
     def __init__(
@@ -35,16 +35,18 @@ class DiskBlocks(HostBlocks):
         overflow: Overflow | None,
     ) -> None:
         """Args:
-        first_slot: of the file, which holds the first block.
-        rest: the blocks after the `count` that are in the file.
+        file: the file for the first blocks.
+        first_slot: the slot of the file that holds the first block.
+        count: number of blocks in the file.
+        rest: the blocks after these.
         shape, dtype: of a block.
-        overflow: where packed blocks go that do not fit; `None` where blocks are raw.
+        overflow: memory for blocks that do not fit into packed slots; `None`: blocks are raw.
         """
         self._file, self._first, self._count, self._rest = file, first_slot, count, rest
         self._shape, self._dtype, self._overflow = tuple(shape), dtype, overflow
         self._block_bytes = prod(shape) * dtype.itemsize
         self._layout = None if overflow is None else block_slot(*self._shape[1:])
-        self._raw: dict[int, Tensor] = {}  # those that do not fit into their slots
+        self._raw: dict[int, Tensor] = {}  # blocks that do not fit into their slots, by index
 
     def __len__(self) -> int:
         return self._count + len(self._rest)
@@ -78,7 +80,7 @@ class DiskBlocks(HostBlocks):
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _read_one(self, index: int) -> Tensor:
-        """A block, in memory of its own, or where it is kept raw."""
+        """A block from the file in new memory; or the block in host memory, if it did not fit into its slot."""
         if index in self._raw:
             return self._raw[index]
         place = self._read_slot(index)
@@ -89,21 +91,31 @@ class DiskBlocks(HostBlocks):
         return block
 
     def _read_slot(self, index: int) -> Tensor:
-        """A block, or its slot, as it is in the file, in memory of its own."""
+        """A block, or its slot, as it is in the file, in new memory."""
         memory = self._file.space.host.memory((self._file.slot_bytes,), torch.uint8)
         self._file.read(self._first + index, memory)
         return self.place(memory)
 
     def place(self, memory: Tensor) -> Tensor:
-        """The block, or its slot, in the memory of a slot of the file."""
+        """A view of memory for a slot of the file, with the shape and dtype of the block or its slot."""
         if self._layout is not None:
             return memory[: self._layout.slot_bytes]
         return memory[: self._block_bytes].view(self._dtype).view(self._shape)
 
     def read_slot(self, index: int, memory: Tensor) -> None:
+        """Reads the slot of a block into `memory`, uint8.
+
+        Raises:
+            DiskError: the system could not read it.
+        """
         self._file.read(self._first + index, memory[: self._file.slot_bytes])
 
     def write_slot(self, index: int, memory: Tensor) -> None:
+        """Writes the slot of a block from `memory`, uint8.
+
+        Raises:
+            DiskError: the system could not write it.
+        """
         self._file.write(self._first + index, memory[: self._file.slot_bytes])
 
     def room(self, count: int) -> Sequence[Tensor]:
@@ -131,7 +143,7 @@ class DiskBlocks(HostBlocks):
             self._file.write(self._first + index, memory)
 
     def gather(self, chunks: Tensor, chunk_size: int) -> Tensor:
-        """See `HostBlocks`. Each block of the file that has some of the chunks is read once."""
+        """See `HostBlocks`. Each block of the file is read at most once, and only if it has some of the chunks."""
         num_heads, size, head_dim = self._shape[1:]
         per_block = size // chunk_size
         blocks = chunks // per_block
@@ -151,8 +163,8 @@ class DiskBlocks(HostBlocks):
         return found
 
     def _chunks_of(self, index: int, head: Tensor, chunk: Tensor, chunk_size: int) -> Tensor:
-        """Chunks of one block, one of each `head`: `[2, count, chunk_size, head_dim]`. What is packed is gathered from
-        the slot, without unpacking the rest."""
+        """Chunks of one block: chunk `chunk[i]` of head `head[i]`, `[2, count, chunk_size, head_dim]`. From a packed
+        block, only these chunks are unpacked."""
         num_heads, _, head_dim = self._shape[1:]
         if index in self._raw or self._layout is None:
             block = self._read_one(index).view(2, num_heads, -1, chunk_size, head_dim)
@@ -164,7 +176,8 @@ class DiskBlocks(HostBlocks):
         return picked[:, head, torch.arange(len(head))]
 
     def _each(self, work: Callable[[int], Found], indices: Sequence[int]) -> Iterator[Found]:
-        """What `work` makes of each index, in their order: by several threads, which hold few results at a time."""
+        """Calls `work` for each index in several threads. Yields the results in order. Few results are in memory at a
+        time."""
         with_mode = partial(_in_inference_mode, work)
         for first in range(0, len(indices), THREADS):
             yield from self._file.space.pool.map(with_mode, indices[first : first + THREADS])
@@ -187,6 +200,6 @@ class _Slot:
         self.blocks.write_slot(self.index, memory)
 
 
-@torch.inference_mode()  # which is a thread's own
+@torch.inference_mode()  # the mode is set for each thread separately
 def _in_inference_mode(work: Callable[[int], Found], index: int) -> Found:
     return work(index)

@@ -205,7 +205,7 @@ def test_a_torn_last_line_is_dropped(batch, answers, files):
         (b'{"custom_id": "x", "method": "GET", "body": {"prompt": "x"}}', ("line 2: method is 'GET'",)),
         (b'{"custom_id": "x", "url": "/v1/embeddings", "body": {}}', ("line 2: url is '/v1/embeddings'",)),
         (b'{"custom_id": "x", "bdoy": {}}', ("line 2: bdoy is not a field of a line",)),
-        (b'{"custom_id": "a", "body": {"prompt": "x"}}', ("line 2: custom_id 'a' is that of line 1 too",)),
+        (b'{"custom_id": "a", "body": {"prompt": "x"}}', ("line 2: custom_id 'a' is also in line 1",)),
         (b"[" * 100_000, ("line 2: it is not JSON",)),
     ],
 )

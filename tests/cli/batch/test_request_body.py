@@ -111,7 +111,11 @@ def test_another_model_is_refused():
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].tool_call_id", "is missing"),
         ({"messages": [{"role": "tool", "content": "x", "tool_call_id": "1"}]}, "messages[0].tool_call_id", "'1'"),
         ({"messages": [{"role": "user"}]}, "messages[0].content", "must be a text"),
-        ({"messages": [{"role": "user", "content": "x", "name": "A"}]}, "messages[0].name", "not supported"),
+        (
+            {"messages": [{"role": "user", "content": "x", "name": "A"}]},
+            "messages[0].name",
+            "supported only in messages of",
+        ),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0]", "image_url"),
         ({"messages": [{"role": "user", "content": "\ud83d"}]}, "messages[0].content", "half a character"),
         ({"temperature": "hot"}, "temperature", "'hot'"),

@@ -92,7 +92,7 @@ def test_a_completion_is_its_text_or_its_tokens(pair):
     assert prompt_of(pair[0], replace(asked, prompts=([5, 6, 7],))).token_ids == [5, 6, 7]
     with pytest.raises(BodyError, match="the token 999; the model knows 0 to 319"):
         prompt_of(pair[0], replace(asked, prompts=([5, 999],)))
-    with pytest.raises(BodyError, match="gives no token"):
+    with pytest.raises(BodyError, match="has no tokens"):
         prompt_of(pair[0], replace(asked, prompts=("",)))
 
 

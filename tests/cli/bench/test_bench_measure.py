@@ -130,5 +130,5 @@ def test_tokens_that_differ_from_plain_decoding_are_reported():
     head |= {"prompt": {"name": "--prompt", "text_tokens": 200, "repeated": False}}
     document = as_document(head, [at], False)
     assert [row["first_difference"] for row in document["contexts"][0]["tiers"]] == [None, 2]
-    note = "Greedy tokens differ from plain decoding, which is an error, at 200 (from token 2 on, 3 tiers)."
+    note = "Greedy tokens differ from plain decoding (an error) at 200 (from token 2 on, 3 tiers)."
     assert note in notes(document)

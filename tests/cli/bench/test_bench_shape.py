@@ -61,7 +61,7 @@ def test_a_shapes_steps_are_measured_and_what_is_derived_is_called_modelled(shap
         assert three["acceptance"]["tokens_per_round"] == pytest.approx(round_tokens)
         read = bytes_of_a_pass(pair[0], at["context"])
         assert at["floor"]["read_bytes"] == pytest.approx(read, rel=0.01), "one row more than the context"
-    assert outcome.out.count(" modelled ") >= 2 and "assumed, 0.8" in outcome.out
+    assert outcome.out.count(" modelled ") >= 2 and "an assumed acceptance rate: 0.8 for" in outcome.out
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
@@ -111,7 +111,7 @@ def test_requests_that_a_shape_cannot_meet_are_refused(shape, tmp_path, monkeypa
 
     check_refusal(refused("--model", "embedded", prompt="A"), 2, "--prompt and --shape")
     check_refusal(refused(model="elsewhere"), 2, "--model and --shape")
-    check_refusal(refused(repeat=5), 2, "--repeat and --shape", "only its steps")
+    check_refusal(refused(repeat=5), 2, "--repeat and --shape", "only times steps")
     check_refusal(refused(new_tokens=64), 2, "--max-new-tokens and --shape")
     check_refusal(refused(tiers="1,2,3"), 2, "--tiers has 2 and 3")
     check_refusal(refused(gpus=2), 2, "--gpus is 2", "one device")

@@ -92,9 +92,9 @@ def test_a_saved_conversation_is_asked_one_more_question(chat, pair, capfd, tmp_
         ("/save\n", "error: /save needs a name"),
         ("/save x\n", "error: there is nothing to save yet"),
         ("Why?\n/save ../x\n", "error: '../x' cannot be the name of a context"),
-        ("/undo twice\n", "error: /undo takes nothing after it, but 'twice' is there"),
+        ("/undo twice\n", "error: /undo takes no argument, but 'twice' is given"),
         (b"\xff?\n", "error: line 1 of standard input is not UTF-8"),
-        ("why " * 600 + "\n", "error: the question has, with what stands before it,"),
+        ("why " * 600 + "\n", "error: the question and all before it have"),
     ],
 )
 def test_what_fails_is_said_and_the_next_question_is_answered(chat, lines, message):
@@ -138,7 +138,7 @@ def test_a_template_that_rewrites_what_was_said_is_reported(chat, pair, tmp_path
     rewriting = THINKING.replace("split('</think>')[-1]", "upper() + '.'")
     model = with_template(pair[0], tmp_path, rewriting)
     said = chat("Why?\nHow?\n", "--system", "Be brief.", model=model)
-    assert "the chat template changes what was said before: " in said.err and "tokens are read again" in said.err
+    assert "the chat template changes earlier turns: " in said.err and "tokens are prefilled again" in said.err
     assert "plain text" not in said.err
 
 

@@ -144,13 +144,13 @@ def deepspeed(tmp_path, monkeypatch):
     ("doing", "why"),
     [
         ("raises", "ZeroDivisionError: the other one's bug"),
-        ("exits", "ended with code 3 and no result; its last words: a library's last words"),
+        ("exits", "ended with code 3 and no result; its last output: a library's last words"),
         ("is killed", "killed by the system, as it does when memory runs out"),
         ("needs too much", "out of memory"),
     ],
 )
 @pytest.mark.usefixtures("forked_workers")
-@pytest.mark.slow(keep=("exits-ended with code 3 and no result; its last words: a library's last words",))
+@pytest.mark.slow(keep=("exits-ended with code 3 and no result; its last output: a library's last words",))
 def test_a_baseline_that_fails_is_a_row_and_the_others_finish(compare, deepspeed, tmp_path, doing, why):
     deepspeed(doing)
     outcome, document = compare("deepspeed", "autoregressive", json_path=tmp_path / "runs.json")
@@ -245,7 +245,7 @@ def test_an_audit_draws_every_token_again(compare, tmp_path, sampling):
     outcome, document = compare("autoregressive", "--audit", json_path=tmp_path / "runs.json", **sampling)
     assert outcome.code == 0, outcome
     assert document["audit"] == {"tokens": TOKENS, "agree": TOKENS, "first_difference": None, "failure": None}
-    assert f"audit: {TOKENS} of {TOKENS} tokens are what decoding token by token draws" in outcome.out
+    assert f"audit: {TOKENS} of {TOKENS} tokens are the same as in decoding token by token" in outcome.out
 
 
 @pytest.mark.usefixtures("forked_workers")

@@ -151,7 +151,10 @@ def test_a_damaged_context_costs_a_reading_and_no_token(triforce, tmp_path):
     segment.write_bytes(content)
     got = answered(triforce, "--context", "book", "--ask", QUESTION)
     assert got["token_ids"] == want["token_ids"] and got["reused_tokens"] == 0
-    assert "the context 'book' is damaged" in got["warnings"][0] and "read again from position 0" in got["warnings"][0]
+    assert (
+        "the context 'book' is damaged" in got["warnings"][0]
+        and "computes the text again from position 0" in got["warnings"][0]
+    )
 
 
 def test_a_context_of_another_level_is_used_and_named(triforce, pair, tmp_path):
@@ -170,7 +173,7 @@ def test_a_context_of_another_level_is_used_and_named(triforce, pair, tmp_path):
     assert other["context"] == "book" and other["reused_tokens"] == alike["reused_tokens"] > 0
     assert alike["warnings"] == [] and other["warnings"] == [
         f"the context 'book' was saved with other arithmetic (number 0; this run computes with {arithmetic()}): "
-        "answers may differ in near-ties from those of a text that is read here"
+        "in near-ties, answers may differ from those after a prefill of the text on this machine"
     ]
 
 
@@ -292,7 +295,7 @@ def test_an_interrupted_reading_answers_nothing_and_goes_on(triforce, tmp_path):
         outcome = run.finish()
     assert outcome.code == 130 and outcome.err.endswith("interrupted\n"), outcome
     refused = triforce("generate", "--context", "long", "--model", model, "--dtype", "float32", expect=1).err
-    assert "is not complete: " in refused and "triforce read goes on with it" in refused
+    assert "is not complete: " in refused and "triforce read completes it" in refused
     (listed,) = json.loads(triforce("contexts", "--json", "-").out)
     assert not listed["complete"] and listed["tokens"] > 10_000
 

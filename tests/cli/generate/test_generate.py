@@ -158,7 +158,7 @@ def test_models_and_doctor_speak_json(capfd):
     assert {"versions", "cpu", "cuda", "memory", "broken", "missing"} <= json.loads(findings.out).keys()
     few_bits = json.loads(findings.out)["few_bits"]
     assert "GPTQ" in few_bits["formats"] and "Q4_K" in few_bits["formats"]
-    assert ("made in the product" in few_bits["cpu"]) == (cpu_level() > Level.NONE)
+    assert ("inside the matrix product" in few_bits["cpu"]) == (cpu_level() > Level.NONE)
     assert findings.code == (1 if json.loads(findings.out)["broken"] else 0)
     assert run_here(capfd, "doctor").out.count("torch ")
 

@@ -110,7 +110,7 @@ def test_a_short_text_is_repeated_to_a_million_tokens_at_once(pair):
 
 def test_the_most_answers_are_counted_with_those_to_each_question(tmp_path):
     (tmp_path / "asks.txt").write_text("a\n\nb\nc\n")
-    with pytest.raises(TriforceError, match=r"line 3: more than 1,024 .* 512 of each"):
+    with pytest.raises(TriforceError, match=r"line 3: more than 1,024 .*512 to each"):
         wanted_answers(["x"], tmp_path / "asks.txt", 512)
     found = wanted_answers([], tmp_path / "asks.txt", 300)
     assert len(found) == 900 and [one.question for one in found[298:302]] == ["a", "a", "b", "b"]

@@ -85,7 +85,7 @@ def test_one_question_is_one_run_wherever_it_is_from(document, tmp_path):
     ("content", "code", "words"),
     [
         (None, 1, ("--asks", "does not exist")),
-        (b"", 1, ("--asks", "is empty", "a question a line")),
+        (b"", 1, ("--asks", "is empty", "one question per line")),
         (b"\n \n", 1, ("is empty",)),
         (b"Why?\n\nWho is Andr\xe9?\n", 1, ("line 3 is not UTF-8", "0xe9", "iconv")),
         (b"Why?\nWh\0o?\n", 1, ("line 2 is not text", "NUL")),
@@ -103,7 +103,7 @@ def test_bad_files_of_questions_are_refused_before_anything_is_loaded(capfd, tmp
 def test_impossible_options_are_refused(capfd):
     check_refusal(run_here(capfd, "generate", "--ask", "Why?", "--ask", " "), 2, "--ask is empty")
     check_refusal(run_here(capfd, "generate", "-n", "0"), 2, "-n", "whole number from 1")
-    check_refusal(run_here(capfd, "generate", "-n", "5000"), 2, "1,024 answers", "5,000 of each question")
+    check_refusal(run_here(capfd, "generate", "-n", "5000"), 2, "1,024 answers", "5,000 to each question")
     check_refusal(run_here(capfd, "generate", "--asks", "-", "--prompt-file", "-"), 2, "--prompt-file and --asks")
 
 

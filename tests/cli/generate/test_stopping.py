@@ -40,7 +40,7 @@ def test_interrupted_prefill_has_statistics_and_json(tmp_path):
     arguments = ("--model", model, "--prompt-file", tmp_path / "text.txt", "--device", "cpu", "--json", path)
     terminal = Terminal("generate", *arguments, columns=100)
     try:
-        terminal.read_until(r"reading [\d,]+ tokens .* [1-9]\d?%")
+        terminal.read_until(r"prefill of [\d,]+ tokens .* [1-9]\d?%")
         terminal.type("\x03")
         assert terminal.finish() == 130
     finally:

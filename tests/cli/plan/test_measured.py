@@ -85,11 +85,11 @@ def test_the_output_says_which_terms_are_measured_and_where(plan, bench_file):
     assert outcome.code == 0 and outcome.err == ""
     assert all(len(line) <= 80 or "/" in line for line in outcome.out.splitlines()), "but for the model's directory"
     for words in (
-        "Measured on ", "(bench.json)", "link not measured, so as of a card's", "fitted to 10 measured kinds",
-        "acceptance at 900 tokens", "Times are modelled, from passes as measured", "(measured) of what",
+        "Measured on ", "(bench.json)", "link not measured, so that of a card", "fitted to 10 measured kinds",
+        "acceptance at 900 tokens", "Times are modelled, from the measured passes above", "(measured) of tokens",
     ):  # fmt: skip
         assert words in " ".join(outcome.out.split())
-    assert "0.5 (assumed) of what" in " ".join(plan("--assume-acceptance", 0.5).out.split())
+    assert "0.5 (assumed) of tokens" in " ".join(plan("--assume-acceptance", 0.5).out.split())
     document = json.loads(plan("--json", "-", "--assume-acceptance", 0.5, "--gpu-memory", 3, "--link-gbps", 7).out)
     assert document["assumed"]["acceptance"] == 0.5
     assert document["gpu"]["memory_bytes"] == 3 * 2**30 and document["gpu"]["link_gb_per_s"] == 7
@@ -126,7 +126,7 @@ def test_files_that_are_no_use_are_refused(plan, bench_file, tmp_path):
 
     check_refusal(with_change(lambda d: d["contexts"].clear()), 1, "holds no run")
     check_refusal(with_change(lambda d: d.pop("machine")), 1, "lacks machine", "this version")
-    check_refusal(with_change(lambda d: d.update(parameters=10**9)), 2, "quite another model", "1,000.0 M")
+    check_refusal(with_change(lambda d: d.update(parameters=10**9)), 2, "a different model", "1,000.0 M")
     check_refusal(with_change(lambda d: d["machine"].update(world_size=2)), 2, "--gpus 2")
     check_refusal(with_change(lambda d: d.update(dtype="bfloat16")), 2, "--dtype bfloat16")
 

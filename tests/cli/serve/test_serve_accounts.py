@@ -153,7 +153,7 @@ def test_a_key_or_no_auth_answers_other_users(serving):
         assert "--no-auth" not in server.log
     with serving(no_auth=True) as server:
         assert said_to(NOBODY, lambda: statuses(server), "/").strip() == str(ALL)
-        assert "--no-auth: anybody who can reach it is answered" in server.log
+        assert "--no-auth: everyone who can reach this server is answered" in server.log
 
 
 @pytest.fixture
@@ -207,9 +207,9 @@ def test_places_that_a_unix_socket_cannot_have_are_refused(capfd, place, pair):
     (place / "file").write_text("mine")
     (place / "link").symlink_to(place / "file")
     for name, words in (
-        ("file", "is no socket"),
-        ("link", "is no socket"),
-        ("", "is no socket"),
+        ("file", "is not a socket"),
+        ("link", "is not a socket"),
+        ("", "is not a socket"),
         ("missing/socket", "No such file"),
         ("x" * 120, "too long"),
     ):

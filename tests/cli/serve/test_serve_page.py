@@ -189,7 +189,7 @@ def test_tools_that_are_none_are_refused_with_the_reason(run_script):
     tools = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}]
     assert run_script("/parts.js", "toolsOf", body, json.dumps(tools)) == tools
     assert run_script("/parts.js", "toolsOf", body, " ") == []
-    assert run_script("/parts.js", "toolsOf", body, "[{").startswith("This is no JSON: ")
+    assert run_script("/parts.js", "toolsOf", body, "[{").startswith("This is not JSON: ")
     for text in ("{}", "null", "[null]", '[{"type": "function"}]', '[{"function": {"name": "look"}}]'):
         assert run_script("/parts.js", "toolsOf", body, text).startswith("Tools are a list of ")
 
@@ -314,7 +314,7 @@ def test_a_conversation_in_a_browser(serving, browser, tmp_path, monkeypatch, wi
         window.keyboard.press("Enter")
         expect(window.locator("#model")).to_have_text("target")
         window.set_input_files("#file", tmp_path / "a book.txt")
-        expect(window.locator("#status")).to_have_text(re.compile("^read: a book, "))
+        expect(window.locator("#status")).to_have_text(re.compile("^saved: a book, "))
         window.fill("#question", "<img src=x onerror=alert(1)>")
         window.keyboard.press("Enter")
         expect(window.locator(".assistant .figures")).to_have_count(1)
@@ -360,7 +360,7 @@ def test_a_text_is_dropped_talked_about_and_deleted(serving, browser, window):
             dispatchEvent(new DragEvent("drop", { dataTransfer: data, cancelable: true }));
         }"""
         page_of.evaluate(drop, TEXT)
-        expect(page_of.locator("#status")).to_have_text(re.compile("^read: tale, "))
+        expect(page_of.locator("#status")).to_have_text(re.compile("^saved: tale, "))
         assert page_of.locator("#context").input_value() == "tale"
         ask(page_of, expect, "Who?")
         page_of.reload()

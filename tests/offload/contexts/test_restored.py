@@ -136,7 +136,9 @@ def test_a_context_that_is_removed_before_it_is_restored_is_said_to_be_and_its_t
     )
     store.remove("book")
     assert [token for event in run for token in event.tokens] == want
-    assert run.sequence.warnings == ["the context 'book' was removed meanwhile; it is read again from position 0 on"]
+    assert run.sequence.warnings == [
+        "the context 'book' was removed meanwhile; this run computes the text again from position 0 on"
+    ]
 
 
 def test_memory_comes_before_the_disk(checkpoints, store):

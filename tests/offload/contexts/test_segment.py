@@ -288,7 +288,7 @@ def test_what_a_file_says_is_packed_is_checked(tmp_path, seed):
         assert isinstance(file.layout, PackedLayout)
         start, count = file.layout.flags_start, file.layout.packed.size
     case.flip(start + case.rng.randrange(count))
-    with pytest.raises(DamagedError, match=r"bytes instead of|what of it is packed|its header|its checksums"):
+    with pytest.raises(DamagedError, match=r"bytes instead of|which parts of it are packed|its header|its checksums"):
         SegmentFile(case.path, case.contents, case.checksum)
 
 

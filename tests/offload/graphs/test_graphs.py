@@ -262,7 +262,7 @@ def test_a_capture_that_fails_leaves_no_trace_but_a_warning(pairs, monkeypatch, 
     engine, recorder = recorded_engine(pairs["llama"])
     result = engine.generate(PROMPT, GREEDY, 24)
     assert result.token_ids == pairs["llama"][2][:24]
-    warning = "drafting goes without captured passes, and slower: item waits for the device"
+    warning = "drafting runs without captured passes, and is slower: item waits for the device"
     assert result.stats["warnings"] == [warning]
     assert recorder.captures <= 2, "the first failure is the last try"
     report_statistics(Console(width=200), result.stats)

@@ -172,7 +172,7 @@ def test_a_capture_that_fails_leaves_the_pass_and_a_warning(decoder):
     passes, plain = Passes(decoder, ours, graphs), Passes(decoder, others)
     for token in torch.tensor(random_tokens(4)).split(1):
         assert torch.equal(passes.forward(token), plain.forward(token))
-    assert graphs.warnings == ["verifications go without captured passes, and slower: no capture within a capture"]
+    assert graphs.warnings == ["verifications run without captured passes, and are slower: no capture within a capture"]
 
 
 @pytest.mark.parametrize("tiers", [1, 3])

@@ -248,7 +248,7 @@ def test_the_form_begins_behind_the_reasoning(texts):
     ("kind", "source", "message"),
     [
         ("json_schema", "{", "the JSON schema cannot be read: "),
-        ("json_schema", "true", "an object belongs there"),
+        ("json_schema", "true", "it must be a JSON object"),
         ("json_schema", '{"type": "wrong"}', "the JSON schema cannot be followed: .*wrong"),
         ("json_schema", '{"properties": {"a": {"not": {"type": "null"}}}}', "not"),
         ("json_schema", '{"$ref": "https://example.com/schema"}', "example.com"),

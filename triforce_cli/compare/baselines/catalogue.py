@@ -50,7 +50,7 @@ BASELINES = {
         ),
         Entry(
             "transformers-prefix",
-            "the same for --batch, the cache of the common text read once and copied",
+            "the same for --batch: the common text is prefilled once, and its cache copied",
             f"{_PACKAGE}.transformers_baseline",
             batch_only=True,
         ),

@@ -35,7 +35,7 @@ class DeepSpeed:
         directory = Path(job.model)
         if ModelConfig.load(directory).quantisation is not None or gguf_index(directory) is not None:
             raise ModelError(
-                f"{job.given_model} has quantised weights or is a GGUF file, which are not given to DeepSpeed"
+                f"{job.given_model} has quantised weights or is a GGUF file; DeepSpeed is not measured with these"
             )
         transformers.logging.set_verbosity_error()
         cuda = job.device == "cuda"

@@ -94,7 +94,7 @@ class LlamaCpp:
         if index is None:
             return f"weights (GGUF) and {self.kv_cache} in one format,"
         dense = all(tensor["form"] in ("F32", "F16", "BF16") for tensor in index["tensors"].values())
-        rounded = "" if dense else ", activations rounded to 8 bits in products with what is in few bits"
+        rounded = "" if dense else ", activations rounded to 8 bits in products with quantised weights"
         return f"the same GGUF file{rounded}, {self.kv_cache} in {self._job.dtype},"
 
     def _opened(self, flash: bool) -> Any:

@@ -94,7 +94,7 @@ def _exit_reason(code: int, log: str) -> str:
     if code == -signal.SIGKILL:
         return "killed by the system, as it does when memory runs out"
     last = next((line.strip() for line in reversed(log.splitlines()) if line.strip()), "")
-    last_words = f"; its last words: {last[:200]}" if last else ""
+    last_words = f"; its last output: {last[:200]}" if last else ""
     if code < 0:
         return f"ended by {signal.Signals(-code).name}{last_words}"
     return f"ended with code {code} and no result{last_words}"

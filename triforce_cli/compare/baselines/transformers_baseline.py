@@ -54,8 +54,8 @@ class CopiedPrefix(Transformers):
     def __init__(self, job: Job) -> None:
         super().__init__(job)
         self.ran = (
-            f"transformers {transformers.__version__}, the common text read once and its DynamicCache copied for each "
-            f"sequence, generate() on a left-padded batch of the rest, SDPA attention, {job.conditions}"
+            f"transformers {transformers.__version__}, the common text prefilled once and its DynamicCache copied for "
+            f"each sequence, generate() on a left-padded batch of the rest, SDPA attention, {job.conditions}"
         )
 
     def generate(self, text: list[int], questions: list[list[int]], max_new_tokens: int) -> Timed:
@@ -186,7 +186,7 @@ def _load_expanded(directory: Path, config: ModelConfig, job: Job) -> Any:
     model = make(theirs, dtype=dtype, attn_implementation="sdpa")
     missing, unknown = model.load_state_dict(read, strict=False)
     if unknown or set(missing) - ({"lm_head.weight"} if config.tie_word_embeddings else set()):
-        raise ModelError(f"transformers has no place for {unknown}, or none to take {missing} from")
+        raise ModelError(f"transformers has no such weights as {unknown}, or needs {missing}, which the file lacks")
     model.tie_weights()
     without_defaults(model)
     return model.to(job.device).eval()

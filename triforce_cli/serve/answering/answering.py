@@ -171,7 +171,7 @@ class Answering:
             except BodyError as error:
                 self._fail(found, error)
             except Exception as error:
-                self._note(f"error: a request could not be begun ({type(error).__name__})")
+                self._note(f"error: a request could not be started ({type(error).__name__})")
                 self._fail(found, error)
         return None
 
@@ -189,7 +189,9 @@ class Answering:
             if checks or not explained:  # a check that memory is short for says as much as one can know
                 self._in_doubt = not explained
             if not isinstance(event.error, TriforceError):
-                self._note(f"error: the engine failed at a request ({type(event.error).__name__}); its client was told")
+                self._note(
+                    f"error: the engine failed at a request ({type(event.error).__name__}); its client got an error"
+                )
         elif event is not None and (isinstance(event, Finished) or not checks):
             self._in_doubt = False
         if checks and not isinstance(event, Written):

@@ -241,4 +241,4 @@ def engine_failed() -> BodyError:
 
 def stopping() -> BodyError:
     """What those are told who wait when the server stops, or ask then."""
-    return BodyError("the server is stopping; ask again later, or another one", code="stopping", status=503)
+    return BodyError("the server is stopping; ask again later, or ask another server", code="stopping", status=503)

@@ -23,33 +23,39 @@ class Metrics:
         self._registry = CollectorRegistry()
         ProcessCollector(registry=self._registry)
         self.requests = self._make(Counter, "requests", "Requests by endpoint and status", ("endpoint", "status"))
-        self.unread = self._make(Counter, "unread", "Connections closed as nobody read what was sent")
+        self.unread = self._make(Counter, "unread", "Connections closed because the client did not read the answer")
         self._prompt = self._make(
-            Counter, "prompt_tokens", "Tokens of prompts and of uploaded texts, once they are read"
+            Counter, "prompt_tokens", "Tokens of prompts and of uploaded texts, counted after their prefill"
         )
-        self._cached = self._make(Counter, "cached_tokens", "Those of them that needed no reading")
-        self._saved = self._make(Counter, "uploaded_tokens", "Those of them that are of uploaded texts")
+        self._cached = self._make(
+            Counter, "cached_tokens", "Tokens of prompts and of uploaded texts that needed no prefill"
+        )
+        self._saved = self._make(Counter, "uploaded_tokens", "Tokens of uploaded texts alone")
         self._new = self._make(Counter, "generated_tokens", "Tokens of answers")
-        self._drafted = self._make(Counter, "draft_tokens", "Draft tokens that the full cache's passes were given")
+        self._drafted = self._make(Counter, "draft_tokens", "Draft tokens given to passes over the full cache")
         self._accepted = self._make(Counter, "draft_tokens_accepted", "Draft tokens that were accepted")
         self._link = [
-            self._make(Counter, name, f"{what}; rank 0's where there are several")
+            self._make(Counter, name, f"{what}; of rank 0 if there are several ranks")
             for name, what in (
                 ("link_bytes", "Bytes of KV cache that streamed to the device"),
                 ("link_stored_bytes", "Bytes of KV cache that went to host memory"),
                 ("link_busy_seconds", "Time in which something streamed to the device"),
-                ("link_waited_seconds", "Time in which computation waited for what streams"),
+                ("link_waited_seconds", "Time in which computation waited for streamed bytes"),
             )
         ]
         self._traffic = Traffic()
         self._kv = self._make(
-            Gauge, "kv_cache_bytes", "Memory of the KV cache of answers, of texts that are read, and of what is kept"
+            Gauge, "kv_cache_bytes", "Memory of the KV cache of answers, of texts in prefill, and of kept caches"
         )
         self._ttft = self._make(
             Histogram, "time_to_first_token_seconds", "From a request to its first token, waiting included", (), _TTFT_S
         )
         self._tbt = self._make(
-            Histogram, "time_between_tokens_seconds", "A token's share of its round's time", (), _TBT_S
+            Histogram,
+            "time_between_tokens_seconds",
+            "Time of a round divided by the tokens of an answer in it",
+            (),
+            _TBT_S,
         )
         gauge = self._make(Gauge, "device_memory_bytes", "GPU memory that PyTorch has allocated; 0 without a GPU")
         gauge.set_function(lambda: torch.cuda.memory_allocated() if torch.cuda.is_initialized() else 0)

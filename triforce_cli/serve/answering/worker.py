@@ -132,13 +132,13 @@ class Worker:
                 if self._answering.failed:
                     what = f"{type(error).__name__}: {error}".partition("\n")[0]
                     raise TriforceError(
-                        f"the engine failed, and again at a check of a few tokens ({what}): the server cannot go on; "
-                        "start it again"
+                        f"the engine failed, and failed again in a test with a few tokens ({what}): the server cannot "
+                        "go on; start it again"
                     ) from error
                 if isinstance(error, TriforceError):
                     continue  # whoever asked knows
                 self._note(
-                    f"error: the engine failed ({type(error).__name__}); requests under way were told; "
+                    f"error: the engine failed ({type(error).__name__}); running requests got an error; "
                     "--debug shows the traceback"
                 )
                 if self._options.debug:

@@ -159,10 +159,10 @@ class Routes:
         async with request.form(max_files=1, max_fields=2, max_part_size=1024) as form:
             others = [field for field in form if field not in ("name", "file", "return_progress")]
             if others:
-                raise BodyError("there are the fields name, file and return_progress only")
+                raise BodyError("there are only the fields name, file and return_progress")
             name, file, wanted = form.get("name"), form.get("file"), form.get("return_progress", "false")
             if not isinstance(name, str) or not isinstance(file, UploadFile):
-                raise BodyError("give name, a text, and file, a file, as multipart/form-data", "file")
+                raise BodyError("give the fields name (a text) and file (a file) as multipart/form-data", "file")
             if wanted not in ("true", "false"):
                 raise BodyError("return_progress must be true or false", "return_progress")
             raw = await file.read()
@@ -322,7 +322,7 @@ async def _collect(job: Job, events: Events, most_bytes: int, hold: Callable[[in
             num_bytes += event.num_bytes + _PIECE_BYTES
         if waits_too_much or num_bytes > most_bytes:
             raise BodyError(
-                f"the answers take more than {most_bytes:,} bytes; ask with stream: true, or for less",
+                f"the answers take more than {most_bytes:,} bytes; set stream to true, or ask for less",
                 "stream", code="answer_too_long",
             )  # fmt: skip
         if isinstance(event, Piece):

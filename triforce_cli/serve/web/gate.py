@@ -60,7 +60,7 @@ class Held:
             raise BodyError("too many long requests at a time; ask again later", code="too_much_held", status=503)
         if self._by_client[client] > self._limits.client_held_bytes:
             what = (
-                "you have too many long answers that are not taken; stream them"
+                "too many of your long answers wait to be read; stream them"
                 if answer
                 else "you send too many long requests at a time"
             )

@@ -39,7 +39,7 @@ function figuresOf(timings) {
   const shares = [`${timings.predicted_n} tokens`];
   if (timings.predicted_n > 1) shares.push(`TBT ${(timings.predicted_ms / (timings.predicted_n - 1)).toFixed(1)} ms`);
   if (timings.draft_n) shares.push(`${((100 * timings.draft_n_accepted) / timings.draft_n).toFixed(0)} % of drafts accepted`);
-  if (timings.cache_n) shares.push(`not read again: ${timings.cache_n.toLocaleString("en")}`);
+  if (timings.cache_n) shares.push(`without a prefill: ${timings.cache_n.toLocaleString("en")}`);
   return shares.join(" · ");
 }
 
@@ -102,7 +102,7 @@ function showResultFields() {
     return field;
   });
   form.append(element("button", "", calls.length > 1 ? "Send the results" : "Send the result"));
-  form.append(element("span", "figures", "A question is sent without this call and what led to it"));
+  form.append(element("span", "figures", "If you ask a question instead, it is sent without this call and the turns that led to it"));
   form.addEventListener("submit", (event) => {
     event.preventDefault();
     if (running) return;
@@ -190,7 +190,7 @@ function showReading(progress) {
   at("reading").hidden = !progress || progress.processed >= progress.total;
   if (!progress) return;
   at("reading").value = progress.processed / progress.total;
-  say(`reading: ${progress.processed.toLocaleString("en")} of ${progress.total.toLocaleString("en")} tokens`);
+  say(`prefill: ${progress.processed.toLocaleString("en")} of ${progress.total.toLocaleString("en")} tokens`);
 }
 
 async function answer() {
@@ -376,7 +376,7 @@ async function addText(file) {
     setRunning(null);
     choose(newConversation(saved.name));
     await showContexts();
-    say(`read: ${saved.name}, ${saved.tokens.toLocaleString("en")} tokens`);
+    say(`saved: ${saved.name}, ${saved.tokens.toLocaleString("en")} tokens`);
   } catch (error) {
     setRunning(null);
     say(controller.signal.aborted ? "stopped" : error.message, !controller.signal.aborted);

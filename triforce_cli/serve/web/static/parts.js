@@ -51,7 +51,7 @@ export function toolsOf(text) {
   try {
     tools = JSON.parse(text);
   } catch (error) {
-    throw new Error(`This is no JSON: ${error.message}`);
+    throw new Error(`This is not JSON: ${error.message}`);
   }
   const isTool = (one) => one?.type === "function" && typeof one.function?.name === "string";
   if (Array.isArray(tools) && tools.every(isTool)) return tools;

@@ -15,7 +15,7 @@ function keyFromUser(title) {
       const given = at("locked").returnValue === "given";
       at("unlock").hidden = given;
       if (given) resolve(at("key").value.trim());
-      else reject(new Error("this server needs its key: press “Give the key” above, or send a question, to be asked for it"));
+      else reject(new Error("this server needs its key: press “Give the key” above, or send a question, and enter the key"));
     }, { once: true });
     at("locked").showModal();
   });
