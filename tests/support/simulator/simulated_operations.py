@@ -21,7 +21,7 @@ place, twice, and of sorted pairs the keys and buffers (aten/src/ATen/native/cud
 
 class HostReads:
     """Tells the simulator which numbers the host reads: some methods of tensors bring them there without an operation
-    that could be seen. Here these methods are replaced. A `TorchFunctionMode` would see every call to find these few."""
+    that could be seen. Here these methods are replaced. A `TorchFunctionMode` would see every call, to find these."""
 
     NAMES = ("cpu", "item", "tolist", "numpy", "__bool__", "__int__", "__float__", "__index__")
     """Methods that, on CUDA, wait for the current stream before."""
