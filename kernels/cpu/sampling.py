@@ -57,7 +57,8 @@ def likeliest_compiled(weights: Tensor) -> Tensor:
 
 
 def pick_compiled(weights: Tensor, shares: Tensor) -> Tensor:
-    """The first token of each row at which the cumulative sum of weights exceeds a share of the total.
+    """The first token of each row at which the cumulative sum of weights exceeds a share of the total; -1 if there is
+    none.
 
     Args:
         weights: `[n, vocab]`.
