@@ -58,7 +58,7 @@ def new_pages(size: int, *, huge: bool = True) -> mmap.mmap:
         memory = mmap.mmap(-1, size, **kind)
     except OSError as error:
         raise CapacityError(
-            f"the system gives no {gib(size)} of host memory ({error.strerror}); free some, or shorten the prompt "
+            f"the system refuses {gib(size)} of host memory ({error.strerror}); free some, or shorten the prompt "
             "(--truncate)"
         ) from error
     if huge and hasattr(mmap, "MADV_HUGEPAGE"):

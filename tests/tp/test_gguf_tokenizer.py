@@ -353,7 +353,7 @@ REFUSED = [
     ("qwen2", {"tokenizer.ggml.pre": None}, "tokenizer.ggml.pre is missing; supported are 'llama-bpe'"),
     ("qwen2", {"tokenizer.ggml.pre": "default"}, "tokenizer.ggml.pre is 'default'; supported are"),
     ("qwen2", {"tokenizer.ggml.merges": None}, "tokenizer.ggml.merges is missing"),
-    ("qwen2", {"tokenizer.ggml.merges": ["a zzz"]}, "has 'a zzz', which does not make a token of two"),
+    ("qwen2", {"tokenizer.ggml.merges": ["a zzz"]}, "has 'a zzz', which does not join two tokens into a token"),
     ("qwen2", {"tokenizer.ggml.tokens": ["a", "b", "a"]}, "tokenizer.ggml.tokens has 'a' twice"),
     ("qwen2", {"tokenizer.ggml.tokens": ["\ud800"]}, "has a text that is not Unicode"),
     ("qwen2", {"tokenizer.ggml.eos_token_id": 10**9}, "tokenizer.ggml.eos_token_id is 1000000000, but there are"),

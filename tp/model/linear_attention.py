@@ -77,8 +77,8 @@ class LinearAttention:
         sizes = self.key_heads, self.value_heads, self.key_dim, self.value_dim, self.kernel - 1
         if min(sizes) < 1 or self.value_heads % self.key_heads:
             raise ValueError(
-                f"linear attention with {self.key_heads} heads of keys and {self.value_heads} of values, which must be "
-                f"a multiple, {self.key_dim} and {self.value_dim} wide, and a convolution over {self.kernel} tokens"
+                f"linear attention with {self.key_heads} key heads and {self.value_heads} value heads (which must be a "
+                f"multiple), {self.key_dim} and {self.value_dim} wide, and a convolution over {self.kernel} tokens"
             )
 
     def value_heads_of(self, key_heads: slice) -> tuple[slice, ...]:
