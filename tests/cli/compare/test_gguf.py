@@ -78,7 +78,7 @@ def test_divisors_of_frequencies_are_those_of_transformers(tmp_path):
 def test_what_llama_cpp_would_compute_otherwise_is_refused(tmp_path):
     save_family(tmp_path / "window", "mistral-window")
     save_family(tmp_path / "hybrid", "qwen3.5")
-    with pytest.raises(ModelError, match="hybrid is a Qwen3_5ForCausalLM, which is not written"):
+    with pytest.raises(ModelError, match="hybrid is a Qwen3_5ForCausalLM, which cannot be converted"):
         write_gguf(tmp_path / "hybrid", tmp_path / "a.gguf", "float32")
     with pytest.raises(ModelError, match="sliding windows"):
         write_gguf(tmp_path / "window", tmp_path / "a.gguf", "float32")
