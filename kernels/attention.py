@@ -96,7 +96,7 @@ def attend(
         scratch: buffers to reuse between calls.
         mass: `[num_heads, r, m // chunk_size]`, written: the share of attention that each of the last `r` rows gives
             to each chunk of `chunk_size` keys (see `chunk_mass`).
-        running: the result of `new_running`, which may have been through calls for the keys before these. It is
+        running: the result of `new_running`, to which earlier calls may have added the keys before these. It is
             updated. Results, and the shares in `mass`, are then over all keys so far.
         rounded: whether `out` has `q`'s dtype.
 
@@ -286,6 +286,9 @@ def attend_pieces(q: Tensor, pieces: Sequence[Piece], *, scale: float, running: 
 
     Returns:
         The log-sum-exp of the rows of each piece over all keys so far, `[num_heads, rows]`.
+
+    Raises:
+        MemoryError: no memory for the temporaries.
     """
     fused = [
         piece if piece.mass is None or sums_mass(piece.mass, piece.m) else replace(piece, mass=None) for piece in pieces
@@ -351,8 +354,8 @@ def _backend(
     wanted: Backend | None,
     as_gpu: frozenset[str] | None,
 ) -> Backend:
-    """The implementation for a kind of call: `wanted` if it can compute the call, otherwise the result of
-    `choose_backend` for this machine or for the GPU that it stands for (`as_gpu`)."""
+    """The implementation for a kind of call, determined once: `wanted` if it can compute the call, otherwise the result
+    of `choose_backend` for this machine or for the GPU that it stands for (`as_gpu`)."""
     compiled = as_gpu is None and device.type == "cpu" and plain_rows and compiled_attention(dtype, head_dim)
     if wanted is not None and (flash_mask or wanted not in _FLASH) and (compiled or wanted != "compiled"):
         return wanted

@@ -87,7 +87,8 @@ def held_linear(
 def held_gated_mlp(
     x: Tensor, norm: Tensor | None, eps: float, held: ctypes.Array[QuantisedCall], *, onto: Tensor | None = None
 ) -> Tensor | None:
-    """`gated_mlp` in bfloat16 with gate, up and down matrices in few bits; see `held_linear`."""
+    """`gated_mlp` in bfloat16 with gate, up and down matrices in few bits, with or without a norm; see
+    `held_linear`."""
     gate, up, down = held
     kernels = _kernels_for_held(x, gate.inputs, onto, norm)
     if kernels is None or (up.inputs, up.outputs, down.inputs) != (gate.inputs, gate.outputs, gate.outputs):
