@@ -451,7 +451,7 @@ def _rotate(
 
 
 def _kernels_for(x: Tensor, weight: Tensor, *vectors: Tensor | None) -> ctypes.CDLL | None:
-    """The compiled kernels, if they can multiply rows `x` by the matrix `weight` with such `vectors`."""
+    """The compiled kernels, if they can multiply rows `x` by the matrix `weight` with these `vectors`."""
     if x.shape[0] > STEP_ROWS or x.stride(1) != 1 or x.shape[1] != weight.shape[1]:
         return None
     for given in (weight, *vectors):
@@ -470,7 +470,7 @@ def _kernels_for_held(x: Tensor, inputs: int, onto: Tensor | None, *vectors: Ten
 
 @functools.cache
 def _kernels(device: torch.device, dtype: torch.dtype, wanted: Literal["plain"] | None) -> ctypes.CDLL | None:
-    """The compiled kernels, if this processor has them for such tensors and they are wanted."""
+    """The compiled kernels, if there are kernels for this processor, device and dtype, and they are wanted."""
     if wanted == "plain" or device.type != "cpu" or dtype not in (torch.bfloat16, torch.float32):
         return None
     return loaded() if cpu_level() >= Level.AVX512_BF16 else None

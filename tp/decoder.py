@@ -68,7 +68,7 @@ class Tiling:
     """Size of a pass of a prefill; see `prefill_stops`."""
     end_rows: int = 0
     """Size of the parts behind the last multiple of `tail_rows`, if the rows of a step do not depend on one another.
-    Then two prompts can part at any of these rows. 0: these rows are one part."""
+    Then two prompts may begin to differ at any of these rows. 0: these rows are one part."""
 
     def tiles(self, start: int, n: int, stop: int | None = None) -> list[int]:
         """The number of tokens of each part of a pass over `n` tokens from position `start` on. A step is one part.
@@ -118,8 +118,8 @@ class Tiling:
         return min(common // self.prefill_rows * self.prefill_rows, whole, other_whole)
 
     def parting(self, length: int) -> tuple[int, ...]:
-        """The ends of the last parts of a prompt of this length, in ascending order. These are the last positions at
-        which other prompts that begin like it can part from it, and its own end."""
+        """The ends of the last parts of a prompt of this length, in ascending order. These are its own end, and the
+        last positions before it up to which other prompts can share its parts."""
         last = self._last(length)
         return tuple(dict.fromkeys(max(0, end) for end in (last - self.tail_rows, last, length)))
 

@@ -516,7 +516,7 @@ class ModelMatrices:
     qkv: Matrix
     """Queries, keys and values of a layer with attention to keys and values."""
     o: Matrix
-    """The output projection of such a layer."""
+    """The output projection of a layer with attention to keys and values."""
     linear: tuple[Matrix, Matrix] | None
     """The input and the output projections of a layer with linear attention."""
     linear_layers: frozenset[int]
@@ -707,7 +707,8 @@ class ModelMatrices:
         return fusion.num_bytes(dtype, self.quantisation, "") + norms
 
     def _alike(self) -> list[tuple[int, int]]:
-        """One layer of each kind, and how many layers of this kind there are. Layers of a kind have as many bytes."""
+        """One layer of each kind, and the number of layers of this kind. Layers of a kind have the same size in
+        bytes."""
         if self.quantisation:
             return [(layer, 1) for layer in range(self.num_layers)]
         linear = len(self.linear_layers)

@@ -52,7 +52,7 @@ class Failure:
 
 def launch(command: Sequence[str], ranks: int, ready: Callable[[], None]) -> int:
     """Runs `command` in `ranks` processes that share stdin, stdout and stderr, and waits for them. Signals are passed
-    on only to rank 0, which then ends the others.
+    on only to rank 0, which ends the others when it is ready.
 
     Args:
         command: the program and its arguments.
@@ -223,9 +223,9 @@ class Guard:
     """A thread that ends this process by force if it would outlive its run. This is needed because Python's signal
     handlers do not run during a blocked collective.
 
-    The first SIGTERM, SIGINT or SIGHUP is left to its handler. If another signal comes before the first is handled, the
-    process is ended `RANK_0_GRACE_S` seconds after it; the handler of this signal also runs. When the parent process is
-    gone, this process is ended at once.
+    The first SIGTERM, SIGINT or SIGHUP is left to its handler. If another signal comes before the first is handled, so
+    that its handler still runs, the process is ended `RANK_0_GRACE_S` seconds after the second signal. When the parent
+    process is gone, this process is ended at once.
     """
 
     def __init__(self, repeat_s: float, *, dealt_with: Callable[[], int] = lambda: 0, follows: bool = False) -> None:

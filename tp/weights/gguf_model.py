@@ -45,7 +45,7 @@ ARCHITECTURES = {
     "qwen35": "Qwen3_5ForCausalLM",
     "qwen35moe": "Qwen3_5MoeForCausalLM",
 }
-"""The architectures of `config.json`, by those of GGUF. Mistral and Mixtral are `llama`, too."""
+"""The architectures of `config.json`, by those of GGUF. Mistral and Mixtral are also `llama`."""
 
 LAYER_NAMES = {
     "attn_norm": "input_layernorm",

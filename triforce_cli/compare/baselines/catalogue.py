@@ -71,4 +71,4 @@ BASELINES = {
         ),
     )
 }
-"""By name, in the order in which help lists them."""
+"""The baselines by name, in the order of the help."""

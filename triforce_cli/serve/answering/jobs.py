@@ -150,7 +150,7 @@ class Upload(_Work):
     token_ids: list[int]
     frame: Frame
     wants_progress: bool = field(default=True, init=False)
-    """As `Job` has it."""
+    """See `Job`."""
     damaged: Segment | None = field(default=None, init=False)
     """The first of its saved segments that is damaged."""
 
@@ -203,7 +203,7 @@ class Check(_Work):
     """A few tokens that nobody receives, which show whether the engine works."""
 
     wants_progress: bool = field(default=False, init=False)
-    """As `Job` has it."""
+    """See `Job`."""
 
 
 def as_body_error(error: BaseException) -> BodyError:
