@@ -1,8 +1,8 @@
-"""Pure functions on tensors: attention with log-sum-exp, merging of partial results, chunks of keys, packing, and a
-decoder's other products.
+"""Pure functions on tensors: attention with log-sum-exp, merging of partial results, chunks of keys, packing, and the
+other operations of a decoder.
 
-Nothing here imports another part of triforce. Faster implementations of a function are called behind the same name and
-tested against the plain one; which one is used follows from the device and the call, or from `use_kernels`.
+Nothing here imports another part of triforce. A function may have faster implementations under the same name, which are
+tested against the plain implementation. The device and the call, or `use_kernels`, determine which one is used.
 
 The names below are imported when they are first used.
 """

@@ -1,14 +1,13 @@
 """Attention of query rows to keys, and the choice of its implementation: `attend`; `attend_blocks` and `attend_pieces`
 for blocks.
 
-Attention over keys in several places (blocks of a streamed cache, sinks and a window) is computed place by place; each
-part returns its output and the log-sum-exp of its scores, and `merge_partials` joins them exactly. Or places come in
-the order of their positions and each call goes on from the one before (`running`). Scores and sums are float32 (float64
-for float64 inputs), and parts are merged in that; only flash kernels, for more than `STEP_ROWS` rows, round their
-output to the inputs' dtype first.
+Attention over keys in several places (blocks of a streamed cache, sinks and a window) is computed place by place. Each
+part returns its output and the log-sum-exp of its scores, and `merge_partials` joins the parts exactly. Alternatively,
+the places come in the order of their positions, and each call continues from the result of the call before (`running`).
+Scores and sums are float32 (float64 for float64 inputs), and parts are merged in that dtype. Only flash kernels, which
+compute more than `STEP_ROWS` rows, round their output to the inputs' dtype before the merge.
 
-`choose_backend` says which implementation computes a call; `plain_attention` is the one that all others are tested
-against.
+`choose_backend` selects the implementation for a call. All others are tested against `plain_attention`.
 """
 
 from __future__ import annotations
@@ -61,11 +60,11 @@ __all__ = [
 ]
 
 _SEGMENT = 16384
-"""Keys of a blocked cache that are copied together for a flash kernel, which bounds the copy."""
+"""Keys of a blocked cache that are copied together for a flash kernel. Limits the size of the copy."""
 
 _PADDED_SPLIT = 256
-"""Keys of a partial result of the plain implementation where rows are padded: blocks are whole splits, so that bits do
-not depend on where blocks end."""
+"""Keys for each partial result of the plain implementation if rows are padded. Blocks consist of whole splits, so bits
+do not depend on where blocks end."""
 
 _FLASH: dict[str, FlashKernel] = {"flash_cpu": flash_cpu, "flash_cuda": flash_cuda, "flash_package": flash_package}
 
@@ -90,23 +89,24 @@ def attend(
         k, v: `[num_kv_heads, m, head_dim]`; `num_heads` is a multiple of `num_kv_heads` (grouped queries).
         scale: factor on the scores, above 0, usually `head_dim ** -0.5`.
         diagonal: row `i` sees keys `j <= diagonal + i`; with `None` every row sees every key. Keys that no row sees may
-            hold anything in `k`, but must be finite in `v` (the compiled kernels take anything). A tensor of one int32
-            or int64 on `q`'s device is read when the kernels run and the call never waits for it: a captured CUDA graph
-            can be replayed after the tensor was set to another position.
+            hold anything in `k`, but must be finite in `v` (the compiled kernels accept anything). A tensor of one
+            int32 or int64 on `q`'s device is read when the kernels run, and the call never waits for it. So a captured
+            CUDA graph can be replayed after the tensor was set to another position.
         window: with `diagonal`, row `i` sees only the last `window` of those keys: `j > diagonal + i - window`.
         scratch: buffers to reuse between calls.
-        mass: `[num_heads, r, m // chunk_size]`, written: the share of its attention that each of the last `r` rows
-            gives to each chunk of `chunk_size` keys (see `chunk_mass`).
-        running: of `new_running` or of calls for the keys before these, brought up to date: results are then over all
-            keys so far, and so are the shares of `mass`.
+        mass: `[num_heads, r, m // chunk_size]`, written: the share of attention that each of the last `r` rows gives
+            to each chunk of `chunk_size` keys (see `chunk_mass`).
+        running: the result of `new_running`, to which earlier calls may have added the keys before these. It is
+            updated. Results, and the shares in `mass`, are then over all keys so far.
         rounded: whether `out` has `q`'s dtype.
 
     Returns:
-        `out` `[num_heads, n, head_dim]`, in the sums' dtype unless `rounded`, and `lse` `[num_heads, n]`, the natural
-        log of the summed exponentials of the scaled scores. A row that sees no key has `out` 0 and `lse` -inf.
+        `out` `[num_heads, n, head_dim]`, in the dtype of the sums unless `rounded`, and `lse` `[num_heads, n]`, the
+        natural log of the summed exponentials of the scaled scores. A row that sees no key has `out` 0 and `lse` -inf.
 
     Raises:
-        ValueError: the head counts do not divide.
+        ValueError: `num_heads` is not a multiple of `num_kv_heads`.
+        MemoryError: no memory for the temporaries of a compiled kernel.
     """
     num_heads, n, head_dim = q.shape
     num_kv_heads, m, _ = k.shape
@@ -154,24 +154,35 @@ def attend(
 
 
 def accumulates(q: Tensor, block: Tensor) -> bool:
-    """Whether calls of `attend` for one block after another should go on from one another (`running`): those of a step,
-    and of more rows where the compiled kernels then give the bits of one call."""
+    """Whether calls of `attend` for one block after another should each continue from the call before (`running`).
+
+    True for a step. For more rows, true where the compiled kernels then give the same bits as one call for all blocks.
+    """
     plain_rows = has_plain_rows(q, block, block)
     return q.shape[1] <= STEP_ROWS or _backend_of(q, flash_mask=True, plain_rows=plain_rows) == "compiled"
 
 
 def takes_joined(q: Tensor, block_size: int) -> bool:
-    """Whether one call of `attend` for several blocks that lie together gives the bits that a call for each gives
-    (`running`), and takes no more memory than is planned: of a step, by kernels of this package, where blocks are whole
-    splits."""
+    """Whether one call of `attend` for several adjacent blocks gives the same bits as one call for each block
+    (`running`), and takes no more memory than planned.
+
+    True for a step that kernels of this package compute, if blocks consist of whole splits.
+    """
     if q.shape[1] > STEP_ROWS or block_size % KEYS_PER_SPLIT:
         return False
     return _backend_of(q, False, has_plain_rows(q, q, q)) in ("compiled", "triton")
 
 
 def takes_blocks(q: Tensor, blocks: Tensor) -> bool:
-    """Whether `attend_blocks` and `attend_pieces` can be called with them: on a CPU, where the compiled kernels compute
-    `attend` for such rows, at least with a window."""
+    """Whether `attend_blocks` and `attend_pieces` can be called with these tensors.
+
+    True on a CPU if the block size is a multiple of `TILE` and the compiled kernels compute `attend` for these rows, at
+    least with a window.
+
+    Args:
+        q: `[num_heads, n, head_dim]`.
+        blocks: see `attend_blocks`.
+    """
     if blocks.device.type != "cpu" or blocks.shape[3] % TILE:
         return False
     return _backend_of(q, flash_mask=False, plain_rows=has_plain_rows(q, blocks, blocks)) == "compiled"
@@ -188,10 +199,12 @@ def attend_blocks(
     mass: Tensor | None = None,
     rounded: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """`attend` to the first `m` keys of a blocked cache, in one call.
+    """`attend` to the first `m` keys of a blocked cache, in one call. `takes_blocks` must hold.
 
     Args:
         blocks: `[num_blocks, 2, num_kv_heads, block_size, head_dim]`, keys and values.
+
+    The other arguments, the results and the errors are those of `attend`.
     """
     n = q.shape[1]
     hides = window is not None and window < diagonal + n
@@ -229,11 +242,13 @@ def prepared_step(
     window: int | None = None,
     before: PreparedStep | None = None,
 ) -> PreparedStep | None:
-    """What writes the rows of a step into the caches of one or several sequences and attends to them, each row as
-    `attend` does that, rounded, for one layer after another: see `PreparedStep`. `None` where the compiled kernels do
-    not compute that.
+    """Prepares a step for the compiled kernels; see `PreparedStep` for the arguments and for what it does.
 
-    Args: `before` is of an earlier step, and is used again where only positions differ.
+    The result of each row is that of `attend` with `rounded`. Returns `None` if the compiled kernels cannot compute the
+    step.
+
+    Args:
+        before: the result for an earlier step. It is used again if only positions differ.
     """
     made_for = (
         tuple(x.data_ptr() for x in rows.tensors()),
@@ -255,22 +270,25 @@ def prepared_step(
 
 
 def _are_compiled(rows: StepRows) -> bool:
-    """Whether the compiled kernels take such rows as a step's: a kernel puts them into their places that needs more of
-    a processor than attention does."""
+    """Whether the compiled kernels accept these rows as a step. The kernel that writes rows into caches needs a higher
+    level than attention."""
     q = rows.q
     return q.shape[1] <= STEP_ROWS and rows.k.dtype == q.dtype and steps_are_compiled(q.device, q.dtype, q.shape[2])
 
 
 def attend_pieces(q: Tensor, pieces: Sequence[Piece], *, scale: float, running: Tensor, out: Tensor) -> list[Tensor]:
-    """`attend_blocks` for several pieces, of which no two have a row in common, in one call. `takes_blocks` must hold.
+    """`attend_blocks` for several pieces in one call. No two pieces may share a row, and `takes_blocks` must hold.
 
     Args:
         q: `[num_heads, n, head_dim]`, the rows of all pieces.
-        running: of `q`, see `attend`; the rows of these pieces are brought up to date.
-        out: as `q`, in its dtype, a head's elements one after another; the rows of these pieces are written.
+        running: that of the rows of `q`, see `attend`; the rows of these pieces are updated.
+        out: shape and dtype of `q`; the last dimension is contiguous. The rows of these pieces are written.
 
     Returns:
         The log-sum-exp of the rows of each piece over all keys so far, `[num_heads, rows]`.
+
+    Raises:
+        MemoryError: no memory for the temporaries.
     """
     fused = [
         piece if piece.mass is None or sums_mass(piece.mass, piece.m) else replace(piece, mass=None) for piece in pieces
@@ -286,7 +304,7 @@ def attend_pieces(q: Tensor, pieces: Sequence[Piece], *, scale: float, running: 
 
 
 def _attend_flash_segments(q: Tensor, blocks: Tensor, m: int, scale: float, diagonal: int) -> tuple[Tensor, Tensor]:
-    """`attend_blocks` by PyTorch's flash kernel, which wants keys in one piece: segments are copied together."""
+    """`attend_blocks` with PyTorch's flash kernel. It needs adjacent keys, so blocks are copied into segments."""
     block_size = blocks.shape[3]
     num_blocks = max(1, _SEGMENT // block_size)
     outs: list[Tensor] = []
@@ -336,8 +354,8 @@ def _backend(
     wanted: Backend | None,
     as_gpu: frozenset[str] | None,
 ) -> Backend:
-    """`choose_backend` for this machine, or for the GPU that it stands for (`as_gpu`), or `wanted` where it can compute
-    the call; once for each kind of call."""
+    """The implementation for a kind of call, determined once: `wanted` if it can compute the call, otherwise the result
+    of `choose_backend` for this machine or for the GPU that it stands for (`as_gpu`)."""
     compiled = as_gpu is None and device.type == "cpu" and plain_rows and compiled_attention(dtype, head_dim)
     if wanted is not None and (flash_mask or wanted not in _FLASH) and (compiled or wanted != "compiled"):
         return wanted
@@ -358,17 +376,17 @@ def choose_backend(
     flash_mask: bool,
     level: Level = Level.NONE,
 ) -> Backend:
-    """Which implementation computes a call of `attend`.
+    """Selects the implementation that computes a call of `attend`.
 
-    It follows from the kind of machine and of call alone, never from a measurement, so that a machine always computes
-    alike.
+    The choice depends only on the kind of machine and the kind of call, never on a measurement. So a machine always
+    computes in the same way.
 
     Args:
         capability: the CUDA device's compute capability; `None` is a CPU.
-        packages: those of `flash_attn` and `triton` that can be used on it.
-        is_step: at most `STEP_ROWS` query rows.
-        flash_mask: no window, and the diagonal is known to the host.
-        level: what the compiled CPU kernels can use for these tensors; `Level.NONE` if they cannot compute the call.
+        packages: those of `flash_attn` and `triton` that can be used on the device.
+        is_step: whether there are at most `STEP_ROWS` query rows.
+        flash_mask: whether there is no window and no `running`, and the host knows the diagonal.
+        level: the level of the compiled CPU kernels for these tensors; `Level.NONE` if they cannot compute the call.
     """
     if level > Level.NONE:
         return "compiled"

@@ -1,8 +1,8 @@
-"""Chunks of keys: how much attention queries give them, which ones to keep, and copying those.
+"""Chunks of keys: computes the attention that queries give to them, selects the chunks to keep, and copies these.
 
 A chunk is a run of consecutive tokens (8 by default) that is kept or dropped whole, per layer and per KV head (the
-retrieval cache of TriForce, arXiv 2404.11912, section 4.2). Where TriForce scores a chunk by its mean key, chunks are
-scored here by the attention they received: a mean hides the one token that matters.
+retrieval cache of TriForce, arXiv 2404.11912, section 4.2). TriForce scores a chunk by its mean key. Here, a chunk is
+scored by the attention that it received, because a mean hides the one token that matters.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 from .packages import usable_packages
 
 _KEYS_AT_ONCE = 4096
-"""Of PyTorch's operations, whose scores take memory: as many as a streamed block has at most."""
+"""Keys that PyTorch's operations score together, as scores take memory: the maximum size of a streamed block."""
 
 
 def chunk_mass(
@@ -27,14 +27,14 @@ def chunk_mass(
     diagonal: int | Tensor | None = None,
     window: int | None = None,
 ) -> None:
-    """The share of each row's attention that goes to each chunk of keys, computed from the row's log-sum-exp.
+    """Computes the share of each row's attention that goes to each chunk of keys, from the row's log-sum-exp.
 
     Args:
         q: `[num_heads, n, head_dim]`, rotated.
         k: `[num_kv_heads, m, head_dim]`, rotated.
         lse: `[num_heads, n]`, of each row over all keys that it attends to: `k`, or `k` and others.
         mass: `[num_heads, n, m // chunk_size]`, written. `m` is a multiple of `chunk_size`.
-        scale, diagonal, window: as in `attend`; keys that a row does not see get nothing.
+        scale, diagonal, window: as in `attend`; keys that a row does not see get no share.
 
     Scores are computed in `k`'s dtype, which changes a share by about a percent in 16-bit formats.
     """
@@ -48,7 +48,7 @@ def chunk_mass(
             return
     chunk_size = m // mass.shape[-1]
     count = max(1, _KEYS_AT_ONCE // chunk_size)
-    if mass.shape[-1] > count:  # scores take memory by the keys
+    if mass.shape[-1] > count:  # limits the memory of scores
         for first in range(0, mass.shape[-1], count):
             some, keys = slice(first, first + count), slice(first * chunk_size, (first + count) * chunk_size)
             part = mass.new_empty(*mass.shape[:2], len(range(mass.shape[-1])[some]))
@@ -71,23 +71,24 @@ def chunk_mass(
 
 
 def chunk_scores(mass: Tensor) -> Tensor:
-    """How useful each chunk is expected to be for the next tokens.
+    """Computes how useful each chunk is expected to be for the next tokens.
 
-    A chunk counts as much as the one before it, if that received more: a head that continues an earlier passage moves
-    on by one token at each step, so it will attend next to what follows the place that it attends to now.
+    A chunk that received less attention than the chunk before it gets the score of that chunk. A head that continues an
+    earlier passage moves on by one token at each step, so it will next attend to the tokens behind its present place.
 
     Args:
         mass: `[num_kv_heads, num_chunks]`, the mean over recent rows.
 
     Returns:
-        `[num_kv_heads, num_chunks]`: the larger of a chunk's and its predecessor's.
+        `[num_kv_heads, num_chunks]`: the mass of the chunk or of its predecessor, whichever is larger.
     """
     return torch.maximum(mass, F.pad(mass[:, :-1], (1, 0)))
 
 
 def select_chunks(scores: Tensor, count: int) -> Tensor:
-    """The `count` best chunks of each KV head, always with the newest and, of two or more, the first (the
-    attention sink).
+    """Selects the `count` chunks of each KV head with the highest scores.
+
+    The newest chunk is always among them. If `count` is at least 2, so is the first chunk (the attention sink).
 
     Args:
         scores: `[num_kv_heads, num_chunks]`.
@@ -108,7 +109,7 @@ def select_chunks(scores: Tensor, count: int) -> Tensor:
 
 
 def copy_chunks(block: Tensor, first: int, chunks: Tensor, k: Tensor, v: Tensor, chunk_size: int) -> None:
-    """Copies those of the chunks that are in `block` to their places in `k` and `v`; other places stay as they are.
+    """Copies the chunks that are in `block` to their places in `k` and `v`. Other places stay unchanged.
 
     Args:
         block: `[2, num_kv_heads, m, head_dim]`, keys and values; `m` is a multiple of `chunk_size`.

@@ -1,12 +1,13 @@
-"""The gated delta rule (arXiv 2412.06464) with a short convolution before it: attention with a state of one size.
+"""The gated delta rule (arXiv 2412.06464) with a short convolution before it: attention with a state of fixed size.
 
-Of each token, after the convolution and an activation, every head has a query, a key and a value; a state `S`
-`[key_dim, value_dim]` fades by the token's decay, and takes the value at its key in the place of what is there:
+After the convolution and an activation, each head has a query, a key and a value for each token. The state `S`
+`[key_dim, value_dim]` of the head is first multiplied by the token's decay. Then the value replaces the content of the
+state at the token's key:
 
     S = exp(g) S;  S = S + k (beta (v - S'k))';  out = S'q
 
-Row after row that is a recurrence (`delta_steps`); of many rows `delta_chunks` computes 64 at a time, as matrix
-products. States, and all behind the convolution, are float32.
+Computed row by row, this is a recurrence (`delta_steps`). For many rows, `delta_chunks` computes 64 rows at a time with
+matrix products. States, and everything behind the convolution, are float32.
 """
 
 from __future__ import annotations
@@ -24,24 +25,24 @@ from .packages import usable_packages
 from .selection import on_cpu, selected
 
 CHUNK = 64
-"""Tokens that `delta_chunks` computes together; chunks begin at multiples of it."""
+"""Tokens that `delta_chunks` computes together. Chunks begin at multiples of this number."""
 
 TOGETHER = 512
-"""Tokens whose chunks are computed at a time, which bounds the memory that takes."""
+"""Tokens whose chunks are computed at a time. Limits the memory that this takes."""
 
 COMPILED_ROWS = 64
-"""Tokens that the compiled kernel is given at a time, in a prefill: they stay in the cache."""
+"""Tokens that the compiled kernel gets at a time in a prefill, so that they stay in the processor's cache."""
 
 _LEAST_SQUARES = 1e-6
-"""Added to the sum of squares that queries and keys are divided by the root of."""
+"""Added to the sum of squares by whose root queries and keys are divided."""
 
 
 @dataclass(frozen=True)
 class DeltaWeights:
-    """What a layer computes with, or a rank's part of it."""
+    """The weights of a layer, or of a rank's part of it."""
 
     conv: Tensor
-    """`[kernel, channels]` float32, rounded to the dtype that is computed in: of queries, then keys, then values."""
+    """`[kernel, channels]` float32, rounded to the dtype of the run. Channels are those of queries, keys, values."""
     decay: Tensor
     """`[value_heads]` float32, below 0."""
     decay_bias: Tensor
@@ -49,31 +50,32 @@ class DeltaWeights:
     key_heads: int
     key_dim: int
     tiled: bool = False
-    """Whether value head `i` has the key head `i % key_heads`; else neighbouring value heads have one together."""
+    """Whether value head `i` has the key head `i % key_heads`. Otherwise, neighbouring value heads share a key head."""
 
     @property
     def value_heads(self) -> int:
-        """This rank's; each has a state of its own."""
+        """The number of value heads of this rank. Each has a state of its own."""
         return self.decay.shape[0]
 
     @property
     def value_dim(self) -> int:
-        """Numbers of a value head: a state is `[key_dim, value_dim]`."""
+        """The size of a value head: a state is `[key_dim, value_dim]`."""
         return (self.conv.shape[1] - 2 * self.key_heads * self.key_dim) // self.value_heads
 
     @property
     def past(self) -> int:
-        """Tokens before a token that the convolution sees."""
+        """The number of tokens before a token that the convolution sees."""
         return self.conv.shape[0] - 1
 
     def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
-        """What is held."""
+        """All tensors."""
         return self.conv, self.decay, self.decay_bias
 
 
 @dataclass(frozen=True)
 class _Rows:
-    """Of `n` tokens, float32: `[value_heads, n, key_dim or value_dim]`, and `[value_heads, n]`."""
+    """The inputs of the recurrence for `n` tokens, float32: q, k and v `[value_heads, n, key_dim or value_dim]`, g and
+    beta `[value_heads, n]`."""
 
     q: Tensor
     k: Tensor
@@ -91,17 +93,22 @@ def delta_steps(
     wanted: int,
     saved: Sequence[tuple[int, Tensor]],
 ) -> Tensor:
-    """Some tokens, one after another: a row's bits do not depend on how many come with it.
+    """Computes some tokens one after another. The bits of a row do not depend on the number of rows.
 
     Args:
-        inputs: `[past + n, channels]`, what the convolution sees: of the tokens before, then of these.
-        gates: `[n, 2 * value_heads]`: of each head what beta is made of, then of each what the decay is.
-        state: `[value_heads, key_dim, value_dim]` float32, before the first token; not changed, unless it is `saved`.
-        wanted: of the last tokens, whose results are.
-        saved: where the state is written to once so many tokens have passed, in ascending order.
+        inputs: `[past + n, channels]`, the inputs of the convolution: those of the tokens before, then of these tokens.
+        gates: `[n, 2 * value_heads]`: the inputs of beta for all heads, then the inputs of the decay for all heads.
+        state: `[value_heads, key_dim, value_dim]` float32, before the first token. Not changed, unless it is in
+            `saved`.
+        wanted: for how many of the last tokens results are returned.
+        saved: pairs of a number of tokens and a tensor, in ascending order. The state after this number of tokens is
+            written to the tensor.
 
     Returns:
         `[wanted, value_heads, value_dim]` in the dtype of `inputs`.
+
+    Raises:
+        MemoryError: no memory for the temporaries of the compiled kernel.
     """
     n = gates.shape[0]
     out = inputs.new_empty(wanted, weights.value_heads, weights.value_dim)
@@ -131,12 +138,13 @@ def delta_steps(
 
 
 def delta_chunks(inputs: Tensor, gates: Tensor, weights: DeltaWeights, state: Tensor, start: int) -> Tensor:
-    """Many tokens from position `start` on; whole chunks by matrix products, what is before and behind them row after
-    row. So are all of them where the compiled kernel takes them, which is faster than products of so small matrices.
+    """Computes many tokens from position `start` on. Whole chunks are computed with matrix products, and the tokens
+    before and behind them row by row. If there is a compiled kernel, all tokens are computed row by row with it, which
+    is faster than products of these small matrices.
 
     Args:
-        inputs, gates: as of `delta_steps`.
-        state: the same; changed to what it is behind the last token.
+        inputs, gates: as for `delta_steps`.
+        state: as for `delta_steps`; changed to the state after the last token.
 
     Returns:
         `[n, value_heads, value_dim]` in the dtype of `inputs`.
@@ -160,7 +168,7 @@ def delta_chunks(inputs: Tensor, gates: Tensor, weights: DeltaWeights, state: Te
 
 
 def _next_piece(begin: int, stop: int) -> tuple[int, bool]:
-    """Where what is computed next ends, of the tokens at positions from `begin` to `stop`; and whether as chunks."""
+    """The end of the piece to compute next, of the positions from `begin` to `stop`, and whether it is chunks."""
     if begin % CHUNK:
         return min(stop, begin + -begin % CHUNK), False
     whole = (min(stop, (begin // TOGETHER + 1) * TOGETHER) - begin) // CHUNK * CHUNK
@@ -175,7 +183,7 @@ def _steps_compiled(
     out: Tensor,
     saved: Sequence[tuple[int, Tensor]],
 ) -> bool:
-    """`delta_steps` by the compiled kernel, into `out`, where this processor has it and it takes such numbers."""
+    """Computes `delta_steps` with the compiled kernel, into `out`. Returns whether that is possible."""
     if not compiled_delta(inputs, weights) or len(saved) > 2:
         return False
     inputs, gates = inputs.contiguous(), gates.contiguous()
@@ -197,7 +205,7 @@ def _steps_compiled(
 
 
 def compiled_delta(inputs: Tensor, weights: DeltaWeights) -> bool:
-    """Whether there is a compiled kernel for such inputs."""
+    """Whether there is a compiled kernel for these inputs."""
     is_compiled = on_cpu(inputs.device) and selected().layers is None and cpu_level() >= Level.AVX2
     if weights.key_dim % 8 or weights.value_dim % 8:
         return False
@@ -205,7 +213,11 @@ def compiled_delta(inputs: Tensor, weights: DeltaWeights) -> bool:
 
 
 def _rows(inputs: Tensor, gates: Tensor, weights: DeltaWeights) -> _Rows:
-    """Those of `n` tokens, by what the convolution sees of them and of those before, and by their gates."""
+    """Computes the convolution, the activation and the gates for `n` tokens.
+
+    Args:
+        inputs, gates: as for `delta_steps`.
+    """
     n, heads = gates.shape[0], weights.value_heads
     summed = inputs[:n].float() * weights.conv[0]
     for tap in range(1, weights.past + 1):
@@ -230,10 +242,10 @@ def _unit(x: Tensor) -> Tensor:
 
 
 def _chunks(rows: _Rows, state: Tensor) -> Tensor:
-    """What whole chunks read, `[value_heads, n, value_dim]`; `state` becomes what it is behind them.
+    """The results of whole chunks, `[value_heads, n, value_dim]`. `state` becomes the state after the last chunk.
 
-    Within a chunk each token's value is what it adds to the state, if the chunk were the first (a triangular system),
-    less what the state before already has at its key.
+    The value of each token in a chunk is first computed as if the chunk were the first (a triangular system). Then the
+    content that the state before the chunk has at its key is subtracted.
     """
     q, k, v, beta = (x.unflatten(1, (-1, CHUNK)) for x in (rows.q, rows.k, rows.v, rows.beta.unsqueeze(-1)))
     g = rows.g.unflatten(1, (-1, CHUNK)).cumsum(dim=-1)  # [value_heads, chunks, CHUNK]

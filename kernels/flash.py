@@ -1,7 +1,7 @@
-"""Flash kernels of other packages, all with the same arguments: no mask, or a square causal one.
+"""Flash kernels of other packages, all with the same arguments: no mask, or a square causal mask.
 
-They round their output to the inputs' dtype and are for many rows (prefill). `attend_flash` computes every other mask
-without a window from these two.
+They round their output to the inputs' dtype, and are for many rows (prefill). `attend_flash` computes every other mask
+without a window from these two masks.
 """
 
 from __future__ import annotations
@@ -44,8 +44,11 @@ def flash_package(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -
 def attend_flash(
     flash: FlashKernel, q: Tensor, k: Tensor, v: Tensor, scale: float, diagonal: int | None
 ) -> tuple[Tensor, Tensor]:
-    """`attend` by a flash kernel: rows that see no key; rows that see some, as a rectangle and a triangle of the mask,
-    merged; rows that see every key."""
+    """`attend` with a flash kernel.
+
+    There are three kinds of rows: rows that see no key, rows that see some keys, and rows that see every key. For the
+    second kind, a rectangle and a triangle of the mask are computed and merged.
+    """
     (num_heads, n, _), m = q.shape, k.shape[1]
     dtype = accumulation_dtype(q.dtype)
     blind, shared = (0, m) if diagonal is None else (min(max(-diagonal, 0), n), min(max(diagonal, 0), m))

@@ -1,4 +1,4 @@
-"""Rows of a matrix in host memory, for a GPU that needs few of them."""
+"""Copies rows of a matrix in host memory to a GPU that needs few of the rows."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ def reads_host_memory(device: torch.device) -> bool:
 
 
 def rows_from_host(matrix: Tensor, ids: Tensor) -> Tensor:
-    """A copy of some rows, on the device. Neither the host nor the link's copies have a part in it: a kernel reads them
-    over the link, so that passes that call it can be captured.
+    """A copy of some rows, on the device. A kernel reads the rows over the link, without the host and without copy
+    operations. So passes that call this function can be captured.
 
     Args:
         matrix: `[outputs, width]` in page-locked host memory, contiguous, locked in one piece.
-        ids: of the rows, int64 `[n]`, on the device.
+        ids: the numbers of the rows, int64 `[n]`, on the device.
 
     Returns:
         `[n, width]` in the matrix's dtype.

@@ -1,10 +1,10 @@
-"""What a decoder computes besides attention: projections with the norm before them, norms and gates, the gated MLP, the
-choice of experts, and rotation.
+"""The operations of a decoder besides attention: projections with the norm before them, norms and gates, the gated MLP,
+the choice of experts, and rotation.
 
-Each is PyTorch operations or, for the at most `STEP_ROWS` rows of a step on a CPU, one call of a compiled kernel
-(`cpu/source/layers`), because dispatching PyTorch operations would take most of the time. With the compiled kernels a
-row's result is the same, bit by bit, however many rows come with it; PyTorch's products choose another arithmetic for
-another number of rows, unless rows are padded (`selection.padded_rows`).
+Each is computed by PyTorch operations or, for a step (at most `STEP_ROWS` rows) on a CPU, by one call of a compiled
+kernel (`cpu/source/layers`), because dispatching PyTorch operations would take most of the time. With the compiled
+kernels, the result of a row is the same, bit by bit, however many rows come with it. PyTorch's products use another
+arithmetic for another number of rows, unless rows are padded (`selection.padded_rows`).
 """
 
 from __future__ import annotations
@@ -33,17 +33,20 @@ def linear(
     eps: float = 0.0,
     onto: Tensor | None = None,
 ) -> Tensor:
-    """`x` or, with `norm`, its RMS norm, times `weight`.
+    """Multiplies `x`, or the RMS norm of `x` if `norm` is given, by the transpose of `weight`, and adds `bias`.
 
     Args:
         x: `[n, inputs]`.
         weight: `[outputs, inputs]`, contiguous.
         bias: `[outputs]`.
-        norm: `[inputs]`, the weight of an RMS norm over `x` with `eps`; see `rms_norm` for one in another dtype.
-        onto: `[n, outputs]`, no part of `x`: what the product, in `x`'s dtype, is added to.
+        norm: `[inputs]`, the weight of an RMS norm over `x` with `eps`; see `rms_norm` for a norm in another dtype.
+        onto: `[n, outputs]`, no part of `x`: the product, in `x`'s dtype, is added to it.
 
     Returns:
         `[n, outputs]` in `x`'s dtype: `onto`, if that is given.
+
+    Raises:
+        MemoryError: no memory for the temporaries of a compiled kernel.
     """
     if norm is not None and norm.dtype != x.dtype:
         x, norm = rms_norm(x, norm, eps), None
@@ -67,9 +70,12 @@ def held_linear(
     eps: float = 0.0,
     onto: Tensor | None = None,
 ) -> Tensor | None:
-    """`linear` in bfloat16 with matrices in few bits, whose outputs follow one another and whose numbers are made in
-    the product with the rows of a step; `None` where no compiled kernel computes that. The result is that of `linear`
-    with their numbers, bit by bit where all are finite."""
+    """`linear` in bfloat16 with matrices in few bits, for the rows of a step.
+
+    The outputs of the matrices follow one another. Their numbers are expanded during the product. The result is that of
+    `linear` with the expanded numbers, bit by bit if all of them are finite. `None` if no compiled kernel can compute
+    it.
+    """
     inputs, outputs = held[0].inputs, sum(one.outputs for one in held)
     kernels = _kernels_for_held(x, inputs, onto, bias, norm)
     if kernels is None:
@@ -81,7 +87,8 @@ def held_linear(
 def held_gated_mlp(
     x: Tensor, norm: Tensor | None, eps: float, held: ctypes.Array[QuantisedCall], *, onto: Tensor | None = None
 ) -> Tensor | None:
-    """`gated_mlp` in bfloat16 with gate, up and down in few bits, with or without a norm; see `held_linear`."""
+    """`gated_mlp` in bfloat16 with gate, up and down matrices in few bits, with or without a norm; see
+    `held_linear`."""
     gate, up, down = held
     kernels = _kernels_for_held(x, gate.inputs, onto, norm)
     if kernels is None or (up.inputs, up.outputs, down.inputs) != (gate.inputs, gate.outputs, gate.outputs):
@@ -91,15 +98,20 @@ def held_gated_mlp(
 
 
 def choose_experts(x: Tensor, router: Tensor, used: int, *, normalised: bool) -> tuple[Tensor, Tensor]:
-    """The experts of each row of `x` `[n, hidden]`: the `used` likeliest by the softmax of the product with `router`,
-    the likeliest first, and of equal ones the first. Products and probabilities are float32.
+    """Chooses the experts of each row of `x` `[n, hidden]`.
+
+    They are the `used` experts with the highest probabilities, in descending order; of equal ones, the first comes
+    first. The probabilities are the softmax of the product with `router`. Products and probabilities are float32.
 
     Args:
         router: float32 `[experts, hidden]`, contiguous.
-        normalised: whether a row's shares are to sum to 1.
+        normalised: whether the shares of a row are divided by their sum, so that they sum to 1.
 
     Returns:
-        The shares and numbers of each row's experts, float32 and int64 `[n, used]`.
+        The shares (float32) and the numbers (int64) of each row's experts, both `[n, used]`.
+
+    Raises:
+        MemoryError: no memory for the temporaries of a compiled kernel.
     """
     fits = len(x) <= STEP_ROWS and x.is_contiguous() and router.dtype == torch.float32 and router.is_contiguous()
     kernels = _kernels(x.device, x.dtype, selected().layers) if fits else None
@@ -121,18 +133,23 @@ def choose_experts(x: Tensor, router: Tensor, used: int, *, normalised: bool) ->
 def held_expert_mlps(
     x: Tensor, experts: ctypes.Array[QuantisedCall], ids: Tensor, shares: Tensor, *, onto: Tensor | None = None
 ) -> Tensor | None:
-    """The sums of a mixture of experts that are in few bits, in bfloat16, for the rows of a step: what `held_gated_mlp`
-    gives of each row's experts, in the order of their numbers, times its share; summed in float32, then rounded.
+    """Computes a mixture of experts that are in few bits, in bfloat16, for the rows of a step.
+
+    The result of each of a row's experts (see `held_gated_mlp`) is multiplied by its share. The products are summed in
+    float32, in the order of the experts' numbers. The sum is then rounded.
 
     Args:
         x: `[n, hidden]`, contiguous.
         experts: gate, up and down of each expert, all of the same sizes.
-        ids: int64 `[n, used]`, contiguous: the numbers of a row's experts.
-        shares: float32, likewise.
-        onto: `[n, hidden]`, no part of `x`: what the result is added to.
+        ids: int64 `[n, used]`, contiguous: the numbers of each row's experts.
+        shares: float32 `[n, used]`, contiguous: the shares of these experts.
+        onto: `[n, hidden]`, no part of `x`: the result is added to it.
 
     Returns:
-        `[n, hidden]`: `onto`, if that is given; `None` where no compiled kernel computes that.
+        `[n, hidden]`: `onto`, if that is given; `None` if no compiled kernel can compute it.
+
+    Raises:
+        MemoryError: no memory for the temporaries.
     """
     gate, hidden = experts[0], x.shape[1]
     kernels = _kernels_for_held(x, gate.inputs, onto) if x.is_contiguous() else None
@@ -151,7 +168,7 @@ def held_expert_mlps(
 
 def rms_norm(x: Tensor, norm: Tensor, eps: float) -> Tensor:
     """The RMS norm over the last dimension of `x` `[n, width]` or `[heads, n, width]`, times `norm` `[width]`, in `x`'s
-    dtype. A norm in float32 multiplies what is not rounded yet."""
+    dtype. If `norm` is float32, rounding to `x`'s dtype comes after the multiplication."""
     fits = x.dim() in (2, 3) and x.shape[-2] <= STEP_ROWS and x.stride(-1) == 1
     fits = fits and norm.shape == x.shape[-1:] and norm.is_contiguous()
     fits = fits and norm.dtype in (x.dtype, torch.float32)
@@ -173,16 +190,17 @@ def rms_norm(x: Tensor, norm: Tensor, eps: float) -> Tensor:
 def gated(gate: Tensor, up: Tensor, activation: str) -> Tensor:
     """`up` times the activation of `gate`, both `[n, width]`; `activation` is `silu`, or `gelu_pytorch_tanh`.
 
-    Where a row's bits must not depend on company they are activated one by one: PyTorch computes the ends of what each
-    of a CPU's threads gets with other instructions.
+    If the bits of a row must not depend on other rows, rows are activated one at a time. Otherwise they could depend on
+    them: on a CPU, PyTorch computes the end of each thread's part with other instructions.
     """
     activate = F.silu if activation == "silu" else functools.partial(F.gelu, approximate="tanh")
     return by_rows(activate, gate).mul_(up)
 
 
 def by_sigmoid(x: Tensor, gate: Tensor) -> Tensor:
-    """`x` `[n, width]` times the sigmoid of `gate`, which is as wide, or 1; see `gated`."""
-    gate = gate.contiguous()  # whether it is must not decide, as it may depend on the number of rows
+    """`x` `[n, width]` times the sigmoid of `gate`, `[n, width]` or `[n, 1]`; see `gated`."""
+    # Contiguity may depend on the number of rows, so it must not decide which implementation is used.
+    gate = gate.contiguous()
     fits = len(x) <= STEP_ROWS and x.is_contiguous() and gate.dtype == x.dtype
     kernels = _kernels(x.device, x.dtype, selected().layers) if fits else None
     if kernels is None:
@@ -195,7 +213,11 @@ def by_sigmoid(x: Tensor, gate: Tensor) -> Tensor:
 
 def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
     """The RMS norm over the last dimension of `x` `[n, heads, width]`, times `weight` `[width]`, times the SiLU of
-    `gate`, which is as large, in `x`'s dtype. What is not the norm's sum is computed in float32; see `gated`."""
+    `gate` `[n, heads, width]`, in `x`'s dtype.
+
+    The norm is rounded to `x`'s dtype, and again after the product with `weight`. The SiLU and the last product are
+    float32. Rows are computed as in `gated`.
+    """
     fits = len(x) <= STEP_ROWS and x.is_contiguous() and gate.stride()[1:] == (x.shape[2], 1) and weight.is_contiguous()
     fits = fits and x.dtype == gate.dtype == weight.dtype
     kernels = _kernels(x.device, x.dtype, selected().layers) if fits else None
@@ -216,7 +238,8 @@ def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def by_rows(compute: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """`compute` of what `x` `[n, ...]` has, number by number; see `gated`."""
+    """`compute(x)` for `x` `[n, ...]`, one row at a time if the bits of a row must not depend on other rows; see
+    `gated`."""
     one_by_one = x.device.type == "cpu" and len(x) <= STEP_ROWS
     if one_by_one and products_are_independent(x.device, x.dtype):
         return torch.stack([compute(row) for row in x])
@@ -233,10 +256,13 @@ def gated_mlp(
         norm: `[hidden]`, in `x`'s dtype.
         gate_up: `[2 * intermediate, hidden]`, contiguous.
         down: `[hidden, intermediate]`, contiguous.
-        onto: `[n, hidden]`, which may be `x`: what the result, in `x`'s dtype, is added to.
+        onto: `[n, hidden]`, which may be `x`: the result, in `x`'s dtype, is added to it.
 
     Returns:
         `[n, hidden]` in `x`'s dtype: `onto`, if that is given.
+
+    Raises:
+        MemoryError: no memory for the temporaries of a compiled kernel.
     """
     fits = down.is_contiguous() and down.dtype == x.dtype and _takes_sums(onto, x)
     kernels = _kernels_for(x, gate_up, norm) if fits else None
@@ -257,12 +283,12 @@ def gated_mlp(
 
 
 def _takes_sums(onto: Tensor | None, x: Tensor) -> bool:
-    """Whether the compiled kernels can add to `onto` what they compute of `x`."""
+    """Whether the compiled kernels can add their result for `x` to `onto`."""
     return onto is None or (onto.is_contiguous() and onto.dtype == x.dtype)
 
 
 def _by_tiles(compute: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """`compute(x)`, row by row; where rows are padded, for `TILE_ROWS` rows at a time, always so many."""
+    """`compute(x)`; if rows are padded, computed in tiles of exactly `TILE_ROWS` rows."""
     n = x.shape[0]
     if not selected().padded or n > STEP_ROWS:
         return compute(x)
@@ -277,19 +303,22 @@ def steps_are_compiled(device: torch.device, dtype: torch.dtype, head_dim: int) 
 
 
 def steps_make_numbers(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether a step's product with any matrix in few bits makes its numbers as it goes (`held_linear`): then no memory
-    is taken for them."""
+    """Whether the product of a step with any matrix in few bits expands the numbers of the matrix as it goes
+    (`held_linear`). Then no memory is taken for expanded numbers."""
     return dtype == torch.bfloat16 and _kernels(device, dtype, selected().layers) is not None
 
 
 def products_are_independent(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether a row of a step has the same product with a matrix, bit by bit, whatever rows come with it."""
+    """Whether the product of a row of a step with a matrix is the same, bit by bit, whatever other rows are in the
+    step."""
     return _kernels(device, dtype, selected().layers) is not None or selected().padded
 
 
 def rows_are_independent(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
-    """Whether a row of a step has the same result, bit by bit, whatever rows come with it: where the compiled kernels
-    compute it, or where rows are padded."""
+    """Whether the result of a row of a step is the same, bit by bit, whatever other rows are in the step.
+
+    True if the compiled kernels compute the step, or if rows are padded.
+    """
     return steps_are_compiled(device, dtype, head_dim) or selected().padded
 
 
@@ -303,8 +332,11 @@ def _normed(
     sizes: tuple[int, int],
     outputs: int,
 ) -> Tensor:
-    """Calls `triforce_linear` or `triforce_gated_mlp`, which take the same arguments but for `given`: matrix and bias,
-    or two matrices, and what holds them in few bits; of the first also in how many parts."""
+    """Calls `triforce_linear` or `triforce_gated_mlp`, which take the same arguments except `given`.
+
+    For `triforce_linear`, `given` is the matrix, the bias, the matrices in few bits, and how many of these there are.
+    For `triforce_gated_mlp`, it is the two matrices, and the matrices in few bits.
+    """
     out = torch.empty((x.shape[0], outputs), dtype=x.dtype, device=x.device) if onto is None else onto
     failed = call(
         kernel,
@@ -331,14 +363,14 @@ def _address(given: Tensor | None) -> int | None:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, out: Tensor | None = None) -> Tensor:
-    """Rotary embedding in the half-split layout: `x * cos + roll(x, width / 2) * sin`, computed in float32, of the
-    first `width` numbers of each head; the others stay.
+    """Applies rotary embedding in the half-split layout to the first `width` numbers of each head:
+    `x * cos + roll(x, width / 2) * sin`, computed in float32. The other numbers stay unchanged.
 
     Args:
         x: `[heads, n, head_dim]`.
         cos, sin: `[n, width]`, or `[width]` for the same angles in every row; float32. `sin` includes the sign of
             `rotate_half`.
-        out: as `x`, written; it may be a slice of a cache.
+        out: `[heads, n, head_dim]`, written; it may be a slice of a cache.
 
     Returns:
         `out`, or a new tensor if that is not given.
@@ -370,13 +402,13 @@ def copy_rows(x: Tensor, out: Tensor) -> None:
 
 
 def put(x: Tensor, buffer: Tensor, slots: Tensor, rotation: tuple[Tensor, Tensor] | None = None) -> None:
-    """Writes rows to places that are read from memory.
+    """Writes the rows of `x` to the rows of `buffer` that the tensor `slots` gives.
 
     Args:
         x: `[heads, n, head_dim]`.
-        buffer: `[heads, room, head_dim]`.
-        slots: `[n]` int64, the rows of `buffer`.
-        rotation: `cos` and `sin` of `rotate`, which is then applied first.
+        buffer: `[heads, room, head_dim]`, written.
+        slots: `[n]` int64, the row of `buffer` for each row of `x`.
+        rotation: `cos` and `sin` as for `rotate`, which is then applied to `x` first.
     """
     if rotation is not None and rotation[0].shape[-1] < x.shape[2]:
         width = rotation[0].shape[-1]
@@ -419,7 +451,7 @@ def _rotate(
 
 
 def _kernels_for(x: Tensor, weight: Tensor, *vectors: Tensor | None) -> ctypes.CDLL | None:
-    """The compiled kernels, if they can multiply rows `x` by the matrix `weight` with such `vectors`."""
+    """The compiled kernels, if they can multiply rows `x` by the matrix `weight` with these `vectors`."""
     if x.shape[0] > STEP_ROWS or x.stride(1) != 1 or x.shape[1] != weight.shape[1]:
         return None
     for given in (weight, *vectors):
@@ -429,7 +461,7 @@ def _kernels_for(x: Tensor, weight: Tensor, *vectors: Tensor | None) -> ctypes.C
 
 
 def _kernels_for_held(x: Tensor, inputs: int, onto: Tensor | None, *vectors: Tensor | None) -> ctypes.CDLL | None:
-    """The same, if they can multiply `x` by a matrix in few bits."""
+    """The compiled kernels, if they can multiply `x` by a matrix in few bits."""
     fits = x.dtype == torch.bfloat16 and x.stride(1) == 1 and x.shape[0] <= STEP_ROWS and x.shape[1] == inputs
     fits = fits and _takes_sums(onto, x)
     fits = fits and all(one is None or (one.dtype == x.dtype and one.is_contiguous()) for one in vectors)
@@ -438,7 +470,7 @@ def _kernels_for_held(x: Tensor, inputs: int, onto: Tensor | None, *vectors: Ten
 
 @functools.cache
 def _kernels(device: torch.device, dtype: torch.dtype, wanted: Literal["plain"] | None) -> ctypes.CDLL | None:
-    """The compiled kernels, if this processor has them for such tensors and they are wanted."""
+    """The compiled kernels, if there are kernels for this processor, device and dtype, and they are wanted."""
     if wanted == "plain" or device.type != "cpu" or dtype not in (torch.bfloat16, torch.float32):
         return None
     return loaded() if cpu_level() >= Level.AVX512_BF16 else None

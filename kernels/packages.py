@@ -1,4 +1,4 @@
-"""Which optional packages can be used on a device. Nothing is imported for a CPU."""
+"""Finds the optional packages that can be used on a device. Nothing is imported for a CPU."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Keys and values in bfloat16 in three quarters of their bytes, without loss: `pack` and `unpack`.
+"""Packs keys and values in bfloat16 into three quarters of their bytes, without loss: `pack` and `unpack`.
 
 Over 64 tokens the exponents of one channel (one of the `head_dim` components) span so little that four bits, counted
-down from the largest of them, hold nearly all. A value keeps its sign and its seven bits of mantissa as they are. What
-lies further below the largest is an *exception*, with its exponent in a list of its own. Every bit pattern comes back:
-infinities, zeros of both signs, subnormal numbers and the payloads of NaNs.
+down from the largest exponent, hold nearly all of them. A value keeps its sign and its seven bits of mantissa as they
+are. A value whose exponent is further below the largest is an *exception*; its exponent is in a separate list. Every
+bit pattern comes back: infinities, zeros of both signs, subnormal numbers and the payloads of NaNs.
 
 A block `[num_kv_heads, tokens, head_dim]` of `n` values packs into a *slot*, whose size follows from the shape alone. A
 *group* is one channel of one head at 64 consecutive tokens, the first of them a multiple of 64; a *tile* is the groups
@@ -11,22 +11,22 @@ of all channels of a head at the same tokens. Tiles are numbered in the order of
 several bytes are little-endian. A slot has, in this order and without gaps:
 
 * bytes: `n` bytes in the order of the block, each the sign (bit 7) and the mantissa (bits 0 to 6) of a value;
-* below: `n / 2` bytes, `[num_kv_heads, tokens / 2, head_dim]`: how far the exponent of a value is below the largest of
-  its group, at most 15; that of the even token in bits 0 to 3, that of the token after it in bits 4 to 7;
-* starts: `tiles + 1` 32-bit words: the number of exceptions before each tile, and in all;
+* below: `n / 2` bytes, `[num_kv_heads, tokens / 2, head_dim]`: the distance of a value's exponent from the largest
+  exponent of its group, at most 15. The even token is in bits 0 to 3, the token after it in bits 4 to 7;
+* starts: `tiles + 1` 32-bit words: the number of exceptions before each tile, and the total;
 * exceptions: `capacity = n // VALUES_PER_EXCEPTION` 32-bit words in the order of the block: the position of the value
   in its tile (`token * head_dim + channel`, token and channel counted from the tile's first) in bits 8 to 31, its
-  exponent in bits 0 to 7. What is behind the last exception is zero;
+  exponent in bits 0 to 7. Words behind the last exception are zero;
 * largest: `n / 64` bytes, `[num_kv_heads, tokens / 64, head_dim]`: the largest exponent of each group;
 * zeros up to a multiple of 64 bytes.
 
-So a value takes two loads, a shift, a subtraction and putting bits together, and the exceptions of a tile are found
-without looking for them. A block with more exceptions than the capacity does not fit: the exceptions beyond it are not
-in the slot, and that is what the last of `starts` says. Such a block has to be kept raw, somewhere else.
+So unpacking a value takes two loads, a shift, a subtraction and joining bits, and the exceptions of a tile are found
+without a search. A block with more exceptions than the capacity does not fit. The exceptions beyond the capacity are
+not in the slot, which the last word of `starts` shows. This block must be kept unpacked, somewhere else.
 
-The functions are plain PyTorch (the reference), the compiled kernels for CPUs (`cpu/source/packing.c`) and Triton
-(`triton/packing.py`), which agree in every byte. Other formats than bfloat16 are not packed: float16 has five bits of
-exponent, of which hardly one could be saved.
+There are three implementations: plain PyTorch (the reference), the compiled kernels for CPUs (`cpu/source/packing.c`)
+and Triton (`triton/packing.py`). They agree in every byte. Only bfloat16 is packed: float16 has five bits of exponent,
+of which hardly one could be saved.
 """
 
 from __future__ import annotations
@@ -48,16 +48,17 @@ def pack(blocks: Tensor, slots: Tensor | None = None, *, threads: int | None = N
 
     Args:
         blocks: `[..., num_kv_heads, tokens, head_dim]` bfloat16, `tokens` a multiple of 64. Keys and values of a block,
-            or several layers, can be packed as one by joining them to more heads.
-        slots: `[..., slot_bytes]` uint8, written; beginning at a multiple of 4 bytes. New ones if not given.
-        threads: of the compiled kernels at most; `None` is as many as PyTorch uses.
+            or those of several layers, can be packed as one block if they are joined along the dimension of the heads.
+        slots: `[..., slot_bytes]` uint8, written; beginning at a multiple of 4 bytes. Allocated if not given.
+        threads: maximum number of threads of the compiled kernels; `None` is as many as PyTorch uses.
 
     Returns:
-        `slots`, and which blocks are in theirs: `[...]` bool, on the same device. The others have to be kept raw. What
-        is in their slots is of no use, but for the number of exceptions.
+        `slots`, and whether each block is in its slot: `[...]` bool, on the same device. A block that is not must be
+        kept unpacked. Its slot contains nothing of use, except the number of exceptions.
 
     Raises:
-        ValueError: another dtype, a number of tokens that is no multiple of 64, or slots of another shape.
+        ValueError: `blocks` have another dtype or fewer dimensions, or cannot be packed (see `Layout`); or `slots` have
+            another dtype, shape, device or alignment.
     """
     layout = _layout_of(blocks)
     if slots is None:
@@ -81,7 +82,7 @@ def pack(blocks: Tensor, slots: Tensor | None = None, *, threads: int | None = N
 
 
 def unpack(slots: Tensor, blocks: Tensor, *, threads: int | None = None) -> None:
-    """Writes the values of packed blocks; what belongs to a slot whose block is not in it stays as it is.
+    """Unpacks slots into blocks. If a block is not in its slot, the block stays unchanged.
 
     Args:
         slots: `[..., slot_bytes]` uint8, as `pack` wrote them, beginning at a multiple of 4 bytes.
@@ -93,7 +94,7 @@ def unpack(slots: Tensor, blocks: Tensor, *, threads: int | None = None) -> None
     is written.
 
     Raises:
-        ValueError: another dtype, shape or strides.
+        ValueError: `slots` or `blocks` have another dtype, shape or strides, or are on different devices.
     """
     layout = _layout_of(blocks)
     rows = _rows(slots, blocks, layout)
@@ -115,15 +116,16 @@ def unpack(slots: Tensor, blocks: Tensor, *, threads: int | None = None) -> None
 
 
 def gather_packed(slots: Tensor, layout: Layout, first_head: int, tokens: Tensor) -> Tensor:
-    """Some tokens of packed blocks, without unpacking the others.
+    """Unpacks some tokens of packed blocks, without unpacking the others.
 
     Args:
         slots: `[num_blocks, slot_bytes]` uint8, of consecutive blocks.
-        first_head: of the block's heads; those of `tokens` and that follow.
-        tokens: `[heads, count]` int64, of each head its own, counted over all blocks.
+        layout: that of one block.
+        first_head: the head of the block to which the first row of `tokens` belongs; the next heads follow.
+        tokens: `[heads, count]` int64, for each head the positions of its tokens, counted over all blocks.
 
     Returns:
-        `[heads, count, head_dim]` bfloat16. What belongs to a slot whose block is not in it is of no use.
+        `[heads, count, head_dim]` bfloat16. Values of a block that is not in its slot are of no use.
     """
     if on_cpu(slots.device) and loaded() is not None:
         from .cpu.packing import gather_compiled
@@ -133,7 +135,7 @@ def gather_packed(slots: Tensor, layout: Layout, first_head: int, tokens: Tensor
 
 
 def gather_plain(slots: Tensor, layout: Layout, first_head: int, tokens: Tensor) -> Tensor:
-    """`gather_packed` in PyTorch's operations."""
+    """`gather_packed` with PyTorch operations."""
     num_blocks, (heads, dim) = len(slots), (layout.num_kv_heads, layout.head_dim)
     block, at = tokens // layout.tokens, tokens % layout.tokens
     head = torch.arange(first_head, first_head + len(tokens), device=slots.device).unsqueeze(1)
@@ -151,7 +153,7 @@ def gather_plain(slots: Tensor, layout: Layout, first_head: int, tokens: Tensor)
     tile = head * (layout.tokens // GROUP) + at // GROUP
     first = starts[block, tile].clamp(0, layout.capacity)
     counts = (starts[block, tile + 1].clamp(0, layout.capacity) - first).clamp_min(0)
-    row, column = counts.nonzero(as_tuple=True)  # tokens of tiles that have exceptions, of whatever token
+    row, column = counts.nonzero(as_tuple=True)  # tokens whose tile has exceptions, of these or other tokens
     counts, first = counts[row, column], first[row, column].to(torch.int64)
     row, column = row.repeat_interleave(counts), column.repeat_interleave(counts)
     within = torch.arange(len(row), device=slots.device) - (counts.cumsum(0) - counts).repeat_interleave(counts)
@@ -164,18 +166,21 @@ def gather_plain(slots: Tensor, layout: Layout, first_head: int, tokens: Tensor)
 
 
 def packs_fast(device: torch.device) -> bool:
-    """Whether a kernel packs and unpacks on this device, and not the reference."""
+    """Whether a kernel packs and unpacks on this device, instead of the reference."""
     return "triton" in usable_packages(device) or (on_cpu(device) and loaded() is not None)
 
 
 def is_packed(slots: Tensor, layout: Layout) -> Tensor:
-    """Which slots `[..., slot_bytes]` have their block in them: `[...]` bool, on the same device."""
+    """Whether each of the slots `[..., slot_bytes]` contains its block: `[...]` bool, on the same device.
+
+    False if the block had more exceptions than `layout.capacity`.
+    """
     total = slots.view(torch.int32)[..., layout.starts // 4 + layout.tiles]
     return (total >= 0) & (total <= layout.capacity)
 
 
 def pack_plain(blocks: Tensor, slots: Tensor, layout: Layout) -> None:
-    """`pack` in PyTorch's operations: `blocks` `[num_blocks, num_kv_heads, tokens, head_dim]`, `slots` `[num_blocks,
+    """`pack` with PyTorch operations: `blocks` `[num_blocks, num_kv_heads, tokens, head_dim]`, `slots` `[num_blocks,
     slot_bytes]`."""
     bits = blocks.view(torch.int16).to(torch.int32)
     tiles = bits.unflatten(2, (-1, GROUP)).flatten(1, 2)  # [num_blocks, tiles, GROUP, head_dim]
@@ -200,14 +205,14 @@ def pack_plain(blocks: Tensor, slots: Tensor, layout: Layout) -> None:
 
 
 def unpack_plain(slots: Tensor, blocks: Tensor, layout: Layout) -> None:
-    """`unpack` in PyTorch's operations; shapes as in `pack_plain`."""
+    """`unpack` with PyTorch operations; shapes as in `pack_plain`."""
     for slot, block, there in zip(slots, blocks, is_packed(slots, layout), strict=True):
         values = _unpacked(slot, layout).view(layout.num_kv_heads, layout.tokens, layout.head_dim)
         block.copy_(torch.where(there, values.to(torch.int16).view(torch.bfloat16), block))
 
 
 def _unpacked(slot: Tensor, layout: Layout) -> Tensor:
-    """The bits of the values of a slot's block, in its order: `[values]` int32."""
+    """The bits of the values of a slot's block, in the order of the block: `[values]` int32."""
     rows = slot[: layout.below].to(torch.int32).view(layout.tiles, GROUP, layout.head_dim)
     pairs = slot[layout.below : layout.starts].to(torch.int32).view(layout.tiles, GROUP // 2, layout.head_dim)
     below = torch.stack((pairs & FARTHEST, pairs >> 4), dim=2).flatten(1, 2)
@@ -251,10 +256,10 @@ def _rows(slots: Tensor, blocks: Tensor, layout: Layout) -> Tensor:
 
 
 def _joined(x: Tensor, last: int) -> Tensor:
-    """A view of `x` in which all dimensions but the last ones are one.
+    """A view of `x` in which all dimensions before the last `last` ones are joined into one.
 
     Raises:
-        ValueError: their strides do not allow that.
+        ValueError: the strides of `x` do not allow that.
     """
     try:
         return x.view(math.prod(x.shape[:-last]), *x.shape[-last:])

@@ -1,4 +1,4 @@
-"""Joining attention over parts of the keys into attention over all of them: the split-KV identity of FlashDecoding."""
+"""Joins attention over parts of the keys into attention over all of them: the split-KV identity of FlashDecoding."""
 
 from __future__ import annotations
 
@@ -21,14 +21,15 @@ def merge_partials(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tens
         lses: their log-sum-exps, each `[num_heads, n]`.
 
     Returns:
-        The output, of several parts in the dtype of `lses`, and the log-sum-exp, over all keys; rows that see no key in
-        any part have 0 and -inf.
+        The output `[num_heads, n, head_dim]` and the log-sum-exp `[num_heads, n]` over all keys. The output of several
+        parts has the dtype of `lses`; a single part is returned unchanged. Rows that see no key in any part have output
+        0 and log-sum-exp -inf.
     """
     if len(outs) == 1:
         return outs[0], lses[0]
     stacked = torch.stack(tuple(lses))  # [parts, num_heads, n]
     peak = stacked.amax(dim=0)
-    peak.masked_fill_(peak == float("-inf"), 0.0)  # a row that sees nothing
+    peak.masked_fill_(peak == float("-inf"), 0.0)  # a row that sees no key
     weights = torch.exp(stacked - peak)
     total = weights[0].clone()
     out = outs[0] * weights[0].unsqueeze(-1)
@@ -40,18 +41,19 @@ def merge_partials(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tens
 
 
 EMPTY = -1e30
-"""The peak of no scores: finite, so that differences from it are."""
+"""The peak of a row that has no scores. It is finite, so that differences from it are finite."""
 
 
 def new_running(q: Tensor) -> Tensor:
-    """What `attend` adds keys to that come in several calls, in the order of their positions: no keys yet.
+    """A running result over no keys. Several calls of `attend` add keys to it, in the order of their positions.
 
-    Args: `q`: `[num_heads, n, head_dim]`, the rows.
+    Args:
+        q: `[num_heads, n, head_dim]`, the rows.
 
     Returns:
-        `[num_heads, n, head_dim + 16]`: for each row the sum of values weighted by exponentials of scores, then the
-        peak that these are relative to, then the sum of the exponentials. The other 14, and the unit of scores, are the
-        implementation's own: all calls must use the same one.
+        `[num_heads, n, head_dim + 16]` float32 (float64 for float64): for each row the sum of values weighted by
+        exponentials of scores, then the peak that these are relative to, then the sum of the exponentials. The other 14
+        numbers, and the unit of scores, depend on the implementation. So all calls must use the same implementation.
     """
     num_heads, n, head_dim = q.shape
     running = q.new_zeros(num_heads, n, head_dim + 16, dtype=accumulation_dtype(q.dtype))
@@ -60,8 +62,12 @@ def new_running(q: Tensor) -> Tensor:
 
 
 def add_partial(running: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-    """Adds attention over further keys, `out` `[num_heads, n, head_dim]` and its log-sum-exp `[num_heads, n]`, to
-    `running`; returns both over all keys so far."""
+    """Adds attention over further keys to `running`, and returns output and log-sum-exp over all keys so far.
+
+    Args:
+        out: `[num_heads, n, head_dim]`, the output over the further keys.
+        lse: `[num_heads, n]`, its log-sum-exp.
+    """
     head_dim = out.shape[2]
     sums, peak, total = running[..., :head_dim], running[..., head_dim], running[..., head_dim + 1]
     here = lse.clamp_min(EMPTY)

@@ -1,4 +1,4 @@
-"""The plain implementation of attention, in PyTorch operations: what every other one is tested against."""
+"""The plain implementation of attention, in PyTorch operations. Every other implementation is tested against it."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from .partials import accumulation_dtype
 from .selection import TILE_ROWS
 
 _TILE_ROWS = 128
-"""Query rows that are processed together, which bounds the matrix of scores."""
+"""Query rows that are processed together. Limits the size of the matrix of scores."""
 
 
 def scratch_bytes(
     num_heads: int, num_kv_heads: int, keys: int, head_dim: int, dtype: torch.dtype, *, is_step: bool
 ) -> int:
-    """Bytes that `attend_plain` keeps for calls of up to so many keys: scores, and 16-bit keys or values in float32."""
+    """Bytes that `attend_plain` keeps for calls with up to `keys` keys: scores, and 16-bit keys or values in
+    float32."""
     sums = accumulation_dtype(dtype)
     wide = num_kv_heads * keys * head_dim if dtype != sums else 0
     return (num_heads * (TILE_ROWS if is_step else _TILE_ROWS) * keys + wide) * sums.itemsize
@@ -35,7 +36,8 @@ class Scratch:
         self._buffers: dict[str, Tensor] = {}
 
     def get(self, name: str, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Returns an uninitialised contiguous tensor of `shape`, in the memory of an earlier one if that suffices."""
+        """Returns an uninitialised contiguous tensor of `shape`. It takes the memory of an earlier tensor of this name
+        if that is large enough and has this dtype and device."""
         size = math.prod(shape)
         buffer = self._buffers.get(name)
         if buffer is None or buffer.numel() < size or buffer.dtype != dtype or buffer.device != device:
@@ -44,7 +46,7 @@ class Scratch:
         return buffer[:size].view(*shape)
 
     def held(self) -> Iterator[tuple[str, Tensor]]:
-        """The buffers by their names."""
+        """Yields the name of each buffer, and the buffer, `[size]`."""
         yield from self._buffers.items()
 
 
@@ -63,9 +65,9 @@ def attend_plain(
     """`attend` for `q` `[num_kv_heads, group, n, head_dim]`, some rows at a time.
 
     Args:
-        mass: that of all rows; not for many rows.
-        tile_rows: rows that are processed together, for few rows; `None` for many.
-        padded: whether fewer rows than a tile are filled up to one.
+        mass: that of all rows, see `attend`; must not be given for many rows.
+        tile_rows: rows that are processed together if there are few rows; `None` for many rows.
+        padded: whether fewer rows than a tile are filled up to a whole tile. Ignored without `tile_rows`.
     """
     n = q.shape[2]
     padded = padded and tile_rows is not None
@@ -111,7 +113,7 @@ def _attend_few_rows(
     wide_q = (q.to(dtype) * scale).reshape(num_kv_heads, group * n, head_dim)
     scores = scratch.get("scores", (num_kv_heads, group * n, m), dtype, q.device)
     torch.bmm(wide_q, _widen(k, dtype, scratch).transpose(1, 2), out=scores)
-    # Whether some rows may see no key.
+    # Whether there may be rows that see no key.
     blind_rows = isinstance(diagonal, Tensor) or (diagonal is not None and (diagonal < 0 or window is not None))
     if diagonal is not None:
         columns = torch.arange(m, device=q.device)
@@ -128,7 +130,7 @@ def _attend_few_rows(
     norm = total.clamp_min(torch.finfo(dtype).tiny) if blind_rows else total
     out /= norm
     if mass is not None:
-        # A product with ones: a sum over so short a dimension takes several times as long.
+        # A product with ones, because a sum over a short dimension takes several times as long.
         chunks = scores.view(num_kv_heads, group * n, mass.shape[-1], -1)
         torch.div(chunks @ chunks.new_ones(chunks.shape[-1]), norm, out=mass.view(num_kv_heads, group * n, -1))
     lse = peak.add_(total.log_())

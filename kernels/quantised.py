@@ -1,7 +1,7 @@
-"""Products of rows with a matrix that is held in four to eight bits.
+"""Products of rows with a matrix that is stored in four to eight bits.
 
-Its numbers are what the format's formula gives in float32, scales widened and never narrowed, rounded once to the dtype
-that is computed in. Passes over few rows and over many multiply by the same numbers.
+The numbers of the matrix are computed with the formula of its format in float32, and rounded once to the dtype of the
+run. Scales are widened and never narrowed. Passes over few rows and over many rows multiply by the same numbers.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from .packages import usable_packages
 from .selection import STEP_ROWS, on_cpu, selected
 
 STEP_NUMBERS, PREFILL_NUMBERS = 2**22, 2**26
-"""Numbers of a matrix that a step, and a prefill, expands at a time, in whole outputs."""
+"""How many numbers of a matrix a step and a prefill expand at a time, in whole outputs."""
 
 FLOAT32_NUMBERS = 2**20
-"""Numbers that are float32 at a time while they are expanded, in whole outputs."""
+"""How many numbers are float32 at a time while they are expanded, in whole outputs."""
 
 _KINDS = {torch.uint8: 1, torch.int8: 2, torch.float8_e4m3fn: 3}
 """See `GroupedMatrix.kind`."""
@@ -43,18 +43,19 @@ _NUMBERS = {
 
 @dataclass(frozen=True)
 class Choice:
-    """Which of the matrices whose outputs follow one another in a larger one each row is multiplied by."""
+    """For each row, the matrices that it is multiplied by. The matrices are joined into a larger one, in which their
+    outputs follow one another."""
 
     ids: Tensor
-    """Int64 `[n * each]`: the numbers of the first row's, of the second's, ..."""
+    """Int64 `[n * each]`: the numbers of the matrices for the first row, for the second row, ..."""
     each: int
-    """How many a row is multiplied by."""
+    """By how many matrices a row is multiplied."""
     outputs: int
-    """Of one of them; there are as many as the larger matrix has times these."""
+    """The number of outputs of one matrix. The number of outputs of the larger matrix is a multiple."""
 
 
 class QuantisedMatrix(ABC):
-    """`[outputs, inputs]` whose numbers are the formula of a format."""
+    """A matrix `[outputs, inputs]` whose numbers are computed with the formula of its format."""
 
     @property
     @abstractmethod
@@ -63,22 +64,22 @@ class QuantisedMatrix(ABC):
 
     @abstractmethod
     def tensors(self) -> Iterator[Tensor]:
-        """What is held."""
+        """All tensors."""
 
     def outputs(self, part: slice) -> Self:
-        """Some of its outputs, in the same memory."""
+        """A part of the outputs, in the same memory."""
         return self.with_rows(lambda held: held[part])
 
     def rows(self, ids: Tensor) -> Self:
-        """A copy of the outputs `ids`, int64 `[n]`, in their order."""
+        """A copy of the outputs `ids`, int64 `[n]`, in the order of `ids`."""
         return self.with_rows(lambda held: held[ids])
 
     def expand(self, dtype: torch.dtype) -> Tensor:
-        """Its numbers: `[outputs, inputs]` in `dtype`, contiguous."""
+        """The numbers of the matrix: `[outputs, inputs]` in `dtype`, contiguous."""
         return self.expand_to(torch.empty(self.shape, dtype=dtype, device=next(self.tensors()).device))
 
     def expand_to(self, out: Tensor) -> Tensor:
-        """Writes its numbers to `out` `[outputs, inputs]`, contiguous."""
+        """Writes the numbers of the matrix to `out` `[outputs, inputs]`, contiguous."""
         if "triton" in usable_packages(out.device):
             self._expand_triton(out)
             return out
@@ -92,19 +93,31 @@ class QuantisedMatrix(ABC):
         return out
 
     def expand_compiled(self, out: Tensor, level: int | None = None) -> None:
-        """Writes its numbers to `out` `[outputs, inputs]`, bfloat16 or float32, by the compiled kernels.
+        """Writes the numbers of the matrix to `out` `[outputs, inputs]`, bfloat16 or float32, with compiled kernels.
 
-        Args: `level` is that of the instructions to use, at most `cpu_level()`, which is the default.
+        Args:
+            level: the level to use, at most `cpu_level()`, which is the default.
+
+        Raises:
+            ValueError: this processor does not have the instructions of `level`.
         """
         kernels, level = loaded(), cpu_level() if level is None else level
         assert kernels is not None
         is_bf16 = out.dtype == torch.bfloat16
         if call(kernels.triforce_expand, self.described, out.data_ptr(), is_bf16, level, threads()):
-            raise ValueError(f"this processor has not the instructions of level {level}")
+            raise ValueError(f"this processor does not have the instructions of level {level}")
 
     def product_compiled(self, x: Tensor) -> Tensor:
-        """`x` `[n, inputs]`, bfloat16 or float32, times its numbers in that dtype, by the compiled kernels
-        (`cpu/source/products.c`), which need AVX2 and inputs in eights: `[n, outputs]`, float32."""
+        """Multiplies `x` `[n, inputs]`, bfloat16 or float32, by the numbers of the matrix in the dtype of `x`, with the
+        compiled kernels (`cpu/source/products.c`). They need AVX2, and a multiple of 8 inputs.
+
+        Returns:
+            `[n, outputs]`, float32.
+
+        Raises:
+            MemoryError: no memory for the temporaries.
+            ValueError: this processor does not have AVX2.
+        """
         kernels = loaded()
         assert kernels is not None
         out = x.new_empty(len(x), self.shape[0], dtype=torch.float32)
@@ -113,29 +126,29 @@ class QuantisedMatrix(ABC):
             kernels.triforce_product, self.described, rows.data_ptr(), len(x), out.data_ptr(), is_bf16, threads()
         )
         if failed:
-            raise MemoryError if failed == 1 else ValueError("this processor has not the instructions of AVX2")
+            raise MemoryError if failed == 1 else ValueError("this processor does not have the instructions of AVX2")
         return out
 
     @abstractmethod
     def sums_triton(self, x: Tensor, choice: Choice | None = None) -> Tensor:
-        """Sums of `x` `[n, inputs]`, contiguous, times it over parts of the inputs: `[parts, n, outputs]`, float32; or
-        times what is chosen of it: `[parts, n * each, outputs]`."""
+        """The product of `x` `[n, inputs]`, contiguous, with the matrix, as sums over parts of the inputs: `[parts, n,
+        outputs]`, float32. With `choice`, the products with the chosen matrices: `[parts, n * each, outputs]`."""
 
     @abstractmethod
     def with_rows(self, change: Callable[[Tensor], Tensor]) -> Self:
-        """One that holds other rows: what `change` makes of each tensor of which an output has a row."""
+        """A matrix with other rows: `change` is applied to each tensor that has a row for each output."""
 
     @abstractmethod
     def _numbers(self) -> Tensor:
-        """Those of it, in float32."""
+        """The numbers of the matrix, in float32."""
 
     @cached_property
     def described(self) -> ctypes.Array[QuantisedCall]:
-        """What the compiled kernels are told of it: addresses, good as long as it lives."""
+        """The matrix for the compiled kernels: addresses, which are valid as long as this object exists."""
         return (QuantisedCall * 1)(self._describe())
 
     def __getstate__(self) -> dict[str, Any]:
-        """What a copy takes over: no addresses."""
+        """The attributes for copying: all except addresses."""
         return {name: value for name, value in vars(self).items() if name != "described"}
 
     @abstractmethod
@@ -144,24 +157,26 @@ class QuantisedMatrix(ABC):
 
     @abstractmethod
     def _expand_triton(self, out: Tensor) -> None:
-        """Expands to `out`."""
+        """Writes the numbers of the matrix to `out`, with Triton."""
 
 
 @dataclass(frozen=True)
 class GroupedMatrix(QuantisedMatrix):
-    """`[outputs, inputs]` of `scale * (value - zero)`, where a group of inputs of an output has one scale and zero."""
+    """A matrix `[outputs, inputs]` with the numbers `scale * (value - zero)`. A group of inputs of an output shares a
+    scale and a zero point."""
 
     values: Tensor
     """`[outputs, inputs]` uint8, int8 or float8, or `[outputs, inputs / 2]` uint8 with the number of an even input in
     bits 0 to 3 and that of the input after it in bits 4 to 7."""
     scales: Tensor
-    """As they are stored, `[outputs, groups]`."""
+    """`[outputs, groups]`, in the dtype in which they are stored."""
     zeros: Tensor | int
-    """Whole numbers `[outputs, groups]`, or one for all."""
+    """Zero points: whole numbers `[outputs, groups]`, or one number for all."""
     bits: int
     """4 or 8."""
     group_of: Tensor | None = None
-    """The group of each input, int64 `[inputs]`; `None` where groups are neighbours, as many in each."""
+    """The group of each input, int64 `[inputs]`; `None` if each group is neighbouring inputs, and all groups have the
+    same size."""
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -169,7 +184,8 @@ class GroupedMatrix(QuantisedMatrix):
 
     @property
     def kind(self) -> int:
-        """What kernels call the way values are held: 0 for two in a byte, 1 for uint8, 2 for int8, 3 for e4m3."""
+        """The number by which kernels know the format of the values: 0 for two in a byte, 1 for uint8, 2 for int8, 3
+        for e4m3."""
         return 0 if self.bits == 4 else _KINDS[self.values.dtype]
 
     def tensors(self) -> Iterator[Tensor]:
@@ -217,19 +233,20 @@ class GroupedMatrix(QuantisedMatrix):
 
 @dataclass(frozen=True)
 class Field:
-    """Where a block holds some bits of each of its inputs.
+    """The place in a block of some bits of each of its inputs.
 
-    The first `run` inputs are in the lowest bits of as many bytes, the next ones in the bits above them. Once all bits
-    of these bytes are taken, the next bytes follow.
+    The first `run` inputs are in the lowest bits of `run` bytes. The next `run` inputs are in the bits above. When all
+    bits of these bytes are used, the next bytes follow.
     """
 
     start: int
     """The first byte."""
     bits: int
+    """The number of bits of each input."""
     run: int
 
     def of(self, blocks: Tensor, inputs: int) -> Tensor:
-        """Those bits in blocks `[..., bytes]`: uint8 `[..., inputs]`."""
+        """Reads these bits from blocks `[..., bytes]`: uint8 `[..., inputs]`."""
         held = blocks[..., self.start : self.start + inputs * self.bits // 8].unflatten(-1, (-1, 1, self.run))
         shifts = torch.arange(0, 8, self.bits, dtype=torch.uint8, device=blocks.device).unsqueeze(-1)
         return (held >> shifts & (1 << self.bits) - 1).flatten(-3)
@@ -237,22 +254,22 @@ class Field:
 
 @dataclass(frozen=True)
 class BlockForm:
-    """One of ggml's formats of blocks; `block_*` in ggml-common.h are their bytes."""
+    """One of ggml's block formats. Their bytes are the structures `block_*` in ggml-common.h."""
 
     number: int
-    """What the compiled kernels call it."""
+    """The number by which the compiled kernels know the format."""
     inputs: int
-    """Of a block."""
+    """The number of inputs of a block."""
     bytes: int
-    """Of a block."""
+    """The size of a block in bytes."""
     run: int
-    """Neighbouring inputs with one scale."""
+    """How many neighbouring inputs share a scale."""
     low: Field
-    """The lower bits of values."""
+    """The four lower bits of values."""
     high: Field | None = None
-    """Those above the four lower ones."""
+    """The bits of values above the four lower bits."""
     zero: int = 0
-    """What is subtracted from values."""
+    """The number that is subtracted from values."""
 
 
 BLOCK_FORMS = {
@@ -263,19 +280,21 @@ BLOCK_FORMS = {
     "Q5_K": BlockForm(4, inputs=256, bytes=176, run=32, low=Field(48, 4, 32), high=Field(16, 1, 32)),
     "Q6_K": BlockForm(5, inputs=256, bytes=210, run=16, low=Field(0, 4, 64), high=Field(128, 2, 32), zero=32),
 }
-"""By ggml's names."""
+"""The block formats, by ggml's names."""
 
 BLOCK_SIZES = {"Q8_0": (32, 34), "Q4_0": (32, 18)}
 BLOCK_SIZES |= {name: (form.inputs, form.bytes) for name, form in BLOCK_FORMS.items()}
-"""Inputs and bytes of a block, of these and those of `grouped_of_blocks`, by ggml's names."""
+"""The numbers of inputs and bytes of a block, for `BLOCK_FORMS` and the formats of `grouped_of_blocks`, by ggml's
+names."""
 
 
 @dataclass(frozen=True)
 class BlockMatrix(QuantisedMatrix):
-    """`[outputs, inputs]` in one of ggml's formats of blocks of neighbouring inputs, as a GGUF file holds it.
+    """A matrix `[outputs, inputs]` in one of ggml's formats, in which a block has neighbouring inputs, as in a GGUF
+    file.
 
-    Its numbers are `scale * (value - zero) - least`, each step rounded to float32. Neighbours share a scale and a least
-    number, which are products of what the block holds.
+    Its numbers are `scale * (value - zero) - least`, each step rounded to float32. Neighbouring inputs share `scale`
+    and `least`, which are products of numbers in the block.
     """
 
     blocks: Tensor
@@ -285,7 +304,7 @@ class BlockMatrix(QuantisedMatrix):
 
     @property
     def layout(self) -> BlockForm:
-        """Of its form."""
+        """The layout of its format."""
         return BLOCK_FORMS[self.form]
 
     @property
@@ -310,8 +329,7 @@ class BlockMatrix(QuantisedMatrix):
         return (numbers if least is None else numbers - least.unsqueeze(-1)).flatten(1)
 
     def _scales(self, blocks: Tensor) -> tuple[Tensor, Tensor | None]:
-        """The scales and, of forms that have them, the least numbers of blocks `[..., bytes]`: float32
-        `[..., inputs / run]`."""
+        """The scales of blocks `[..., bytes]` and, if the format has them, `least`: float32 `[..., inputs / run]`."""
         if self.form == "Q6_K":
             return _float16(blocks[..., 208:210]) * blocks[..., 192:208].view(torch.int8).float(), None
         if self.form == "Q5_0":
@@ -343,16 +361,19 @@ class BlockMatrix(QuantisedMatrix):
 
 
 def _float16(pairs: Tensor) -> Tensor:
-    """What pairs of bytes `[..., 2]` stand for, float32 `[..., 1]`."""
+    """The float16 numbers in pairs of bytes `[..., 2]`, as float32 `[..., 1]`."""
     return pairs.view(torch.float16).float()
 
 
 def grouped_of_blocks(blocks: Tensor, form: str) -> GroupedMatrix:
-    """A matrix in ggml's Q8_0 or Q4_0, whose blocks are groups with one scale; `blocks` is uint8
-    `[outputs, bytes of a row]`.
+    """Converts a matrix in ggml's Q8_0 or Q4_0, whose blocks are groups with one scale.
+
+    Args:
+        blocks: uint8 `[outputs, bytes of a row]`.
+        form: `Q8_0` or `Q4_0`.
 
     Raises:
-        ValueError: `form` is another.
+        ValueError: `form` is another format.
     """
     if form not in ("Q8_0", "Q4_0"):
         raise ValueError(f"blocks of {form} are no groups with one scale")
@@ -365,8 +386,8 @@ def grouped_of_blocks(blocks: Tensor, form: str) -> GroupedMatrix:
 
 
 def joined(matrices: Sequence[QuantisedMatrix]) -> list[QuantisedMatrix]:
-    """Those of the same inputs whose outputs follow one another: one, where all are held alike and groups are
-    neighbours; or as they are given."""
+    """Joins matrices of the same inputs into one, in which their outputs follow one another. If their formats differ,
+    or groups are not neighbouring inputs, the matrices are returned as they are."""
     grouped = [one for one in matrices if isinstance(one, GroupedMatrix) and one.group_of is None]
     blocks = [one for one in matrices if isinstance(one, BlockMatrix)]
     if len(matrices) == 1:
@@ -397,10 +418,10 @@ def quantised_linear(
     eps: float = 0.0,
     onto: Tensor | None = None,
 ) -> Tensor:
-    """`layers.linear` with a matrix whose numbers are expanded in `x`'s dtype."""
+    """`layers.linear` with a matrix in few bits, whose numbers are expanded to `x`'s dtype."""
     is_step, by_triton = x.shape[0] <= STEP_ROWS, "triton" in usable_packages(x.device)
     is_fused = is_step and _is_fused(x, matrix)
-    if norm is not None and (is_fused or norm.dtype != x.dtype or not on_cpu(x.device)):  # once for all parts of it
+    if norm is not None and (is_fused or norm.dtype != x.dtype or not on_cpu(x.device)):  # once for all parts
         x, norm = rms_norm(x, norm, eps), None
     if by_triton and is_step:
         from .triton.quantised import product_triton  # not imported where it is not used
@@ -420,7 +441,7 @@ def quantised_linear(
     if outputs <= at_once:
         return linear(x, matrix.expand(x.dtype), bias, norm=norm, eps=eps, onto=onto)
     product = x.new_empty(x.shape[0], outputs)
-    room = x.new_empty(at_once, inputs)  # one for all: the system takes longer to give memory than numbers take
+    room = x.new_empty(at_once, inputs)  # one for all parts: allocating takes longer than expanding the numbers
     for first in range(0, outputs, at_once):
         some = slice(first, first + at_once)
         part, of_part = matrix.outputs(some), None if bias is None else bias[some]
@@ -431,8 +452,8 @@ def quantised_linear(
 def quantised_mlp(
     x: Tensor, matrices: Sequence[QuantisedMatrix], norm: Tensor | None, eps: float, *, onto: Tensor | None = None
 ) -> Tensor | None:
-    """`layers.gated_mlp` with gate, up and down in few bits, where one compiled kernel computes it for the rows of a
-    step; else `None`."""
+    """`layers.gated_mlp` with gate, up and down matrices in few bits, if one compiled kernel can compute it for the
+    rows of a step; otherwise `None`."""
     if x.dtype != torch.bfloat16 or not on_cpu(x.device):
         return None
     return held_gated_mlp(x, norm, eps, _described(matrices), onto=onto)
@@ -447,16 +468,16 @@ def joint_linear(
     eps: float,
     onto: Tensor | None,
 ) -> Tensor | None:
-    """`quantised_linear` with matrices whose outputs follow one another, where one compiled kernel computes it for the
-    rows of a step; else `None`."""
+    """`quantised_linear` with several matrices, whose outputs follow one another, if one compiled kernel can compute it
+    for the rows of a step; otherwise `None`."""
     if x.dtype != torch.bfloat16 or len(x) > STEP_ROWS or not on_cpu(x.device):
         return None
     return held_linear(x, _described(matrices), bias, norm=norm, eps=eps, onto=onto)
 
 
 def described_experts(matrices: Sequence[QuantisedMatrix]) -> ctypes.Array[QuantisedCall] | None:
-    """What the compiled kernels are told of a mixture's gate, up and down, of one expert after another; addresses, good
-    as long as these live. `None` where experts are not all of the same sizes."""
+    """The matrices of a mixture of experts for the compiled kernels: gate, up and down of one expert after another.
+    These are addresses, which are valid as long as the matrices exist. `None` if the sizes of experts differ."""
     gate, _, down = (one.shape for one in matrices[:3])
     if down[::-1] != gate or any(one.shape != (gate, gate, down)[i % 3] for i, one in enumerate(matrices)):
         return None
@@ -470,8 +491,8 @@ def _described(matrices: Sequence[QuantisedMatrix]) -> ctypes.Array[QuantisedCal
 def quantised_experts(
     x: Tensor, experts: ctypes.Array[QuantisedCall], ids: Tensor, shares: Tensor, *, onto: Tensor | None = None
 ) -> Tensor | None:
-    """What a mixture of experts in few bits gives for the rows of a step, where one compiled kernel computes it; else
-    `None`. See `layers.held_expert_mlps`."""
+    """The results of a mixture of experts in few bits for the rows of a step, if one compiled kernel can compute them;
+    otherwise `None`. See `layers.held_expert_mlps`."""
     return held_expert_mlps(x, experts, ids.contiguous(), shares.contiguous(), onto=onto)
 
 
@@ -481,23 +502,25 @@ def takes_chosen(device: torch.device) -> bool:
 
 
 def chosen_products(x: Tensor, matrix: QuantisedMatrix, choice: Choice) -> Tensor:
-    """Products of each row of `x` `[n, inputs]` with the matrices that are chosen for it, in `x`'s dtype:
-    `[n * each, outputs]`. The host does not wait to know which these are, and a row's bits are its own."""
+    """The products of each row of `x` `[n, inputs]` with the matrices that are chosen for it, in `x`'s dtype:
+    `[n * each, outputs]`. The host does not wait for the choice, and the bits of a row do not depend on other rows."""
     from .triton.quantised import chosen_triton  # not imported where it is not used
 
     return chosen_triton(x.contiguous(), matrix, choice)
 
 
 def expansion_bytes(numbers: int, dtype: torch.dtype, *, is_step: bool) -> int:
-    """What `quantised_linear` takes for numbers of a matrix that has so many."""
+    """The bytes that `quantised_linear` takes for expanded numbers of a matrix that has `numbers` numbers."""
     expanded = min(numbers, STEP_NUMBERS if is_step else PREFILL_NUMBERS)
     return expanded * dtype.itemsize + 4 * 4 * min(numbers, FLOAT32_NUMBERS)
 
 
 def _is_fused(x: Tensor, matrix: QuantisedMatrix) -> bool:
-    """Whether `product_compiled` multiplies few rows: on processors whose products PyTorch computes otherwise
-    (`layers.linear`; for others there is `held_linear`), and where that is faster, which in float32 it is not for
-    groups."""
+    """Whether `product_compiled` computes the product of few rows.
+
+    It is used on processors on which PyTorch would compute products (`layers.linear`); on others, `held_linear` is
+    used. It is also only used where it is faster: not in float32 with a `GroupedMatrix`.
+    """
     dtypes = (torch.bfloat16, torch.float32) if isinstance(matrix, BlockMatrix) else (torch.bfloat16,)
     is_such = x.dtype in dtypes and x.shape[1] % 8 == 0 and on_cpu(x.device)
     return is_such and selected().layers != "plain" and cpu_level() in (Level.AVX2, Level.AVX512)

@@ -1,4 +1,5 @@
-"""Choosing implementations by hand. Without it the functions of this package take the fastest that the device has."""
+"""Chooses implementations by hand. Without a choice, the functions of this package use the fastest implementation that
+the device has."""
 
 from __future__ import annotations
 
@@ -19,56 +20,56 @@ GPUs, the flash-attn package, and the Triton kernels of this package."""
 class Selection:
     """Implementations that were chosen by hand; `None` leaves the choice to the device and the call.
 
-    A choice is ignored for calls that the implementation cannot compute: the compiled kernels support some dtypes and
-    head sizes, the flash kernels no window.
+    A choice is ignored for calls that the implementation cannot compute: the compiled kernels support only some dtypes
+    and head sizes, and the flash kernels do not support a window.
     """
 
     attention: Backend | None = None
     """For passes of at most `STEP_ROWS` rows, and for prefill unless `prefill` says otherwise."""
     prefill: Backend | None = None
-    """For passes of more rows."""
+    """For passes of more than `STEP_ROWS` rows."""
     layers: Literal["plain"] | None = None
-    """For projections, MLP, rotation, and sampling on a CPU: `plain` does without the compiled kernels."""
+    """For projections, MLP, rotation, and sampling on a CPU: `plain` does not use the compiled kernels."""
     padded: bool = False
-    """Whether passes of at most `STEP_ROWS` rows are computed `TILE_ROWS` rows at a time, the last of them filled up
-    with rows that nobody reads: general products choose another arithmetic for another number of rows."""
+    """Whether passes of at most `STEP_ROWS` rows are computed in tiles of `TILE_ROWS` rows. The last tile is filled up
+    with empty rows. Without padding, general products use another arithmetic for another number of rows."""
     as_gpu: frozenset[str] | None = None
-    """The packages (see `packages`) of the GPU that the CPU stands for, in tests without one: nothing is compiled for
-    CPUs then, and nothing waits for the device to choose how to go on."""
+    """The packages (see `packages`) of the GPU that the CPU stands for, in tests without a GPU. Then no compiled CPU
+    kernel is used, and no decision waits for a result of the device."""
 
     def backend(self, step: bool) -> Backend | None:
-        """The chosen implementation of attention."""
+        """The chosen implementation of attention, for a step or for more rows."""
         return self.attention if step else self.prefill or self.attention
 
 
 STEP_ROWS = 288
-"""Up to this many rows a pass is a step of decoding, a longest verification included. A row of a step is computed with
-the same arithmetic however many rows come with it (on general products only where they are padded)."""
+"""The maximum number of rows of a step. The longest verification is a step. A row of a step is computed with the same
+arithmetic, however many rows are in the step (by general products only if rows are padded)."""
 
 TILE_ROWS = 32
-"""Rows of a step that general products compute together: on a GPU they take hardly longer than one, as reading weights,
-keys and values is what takes time."""
+"""Rows of a step that general products compute together. On a GPU, they take hardly longer than one row, because most
+of the time goes into reading weights, keys and values."""
 
 KEYS_PER_SPLIT = 512
-"""Keys of which the Triton kernels compute partial results. With 8 key/value heads, 8,192 keys are 128 programs, about
-one for each multiprocessor of the GPUs of today. A split's results are `2 * group * n / KEYS_PER_SPLIT` of the bytes of
-its keys and values (written and read again in float32): 2 % for one row of a group of four, 27 % for 17 rows, which
-larger caches than that hold."""
+"""Keys for each partial result of the Triton kernels (a split). With 8 key/value heads, 8,192 keys are 128 programs,
+about one for each multiprocessor of the GPUs of today. The results of a split are written and read again in float32.
+They take `2 * group * n / KEYS_PER_SPLIT` of the bytes of its keys and values: 2 % for one row of a group of four, 27 %
+for 17 rows. Hardware caches that are larger than these results hold them."""
 
 MOST_PARTS = 64 * 2**20
-"""Bytes of partial results at most, which bounds memory and keeps them in a large L2 cache: longer calls are several
-launches, each going on from the one before."""
+"""Maximum number of bytes of partial results. This limits memory, and keeps the results in a large L2 cache. Longer
+calls are several launches, each of which continues from the launch before."""
 
 _BY_DEVICE = Selection()
 
 _selection: ContextVar[Selection] = ContextVar("selection", default=_BY_DEVICE)
 
 selected = _selection.get
-"""The selection in force, in this thread."""
+"""Returns the selection that applies in this thread."""
 
 
 def on_cpu(device: torch.device) -> bool:
-    """Whether what is computed on `device` is computed as on a CPU, not as on a GPU."""
+    """Whether `device` is a CPU that does not stand for a GPU (see `Selection.as_gpu`)."""
     return device.type == "cpu" and selected().as_gpu is None
 
 
@@ -80,9 +81,9 @@ def use_kernels(
     layers: Literal["plain"] | None = None,
     as_gpu: Collection[str] | None = None,
 ) -> Iterator[None]:
-    """Within, in this thread, attention and layers are computed by these implementations; see `Selection`.
+    """Within the context, this thread computes attention and layers with these implementations; see `Selection`.
 
-    For measuring one against another, and for tests:
+    For measuring one implementation against another, and for tests:
 
         with use_kernels(attention="plain", layers="plain"):  # PyTorch alone
             engine.generate(...)
@@ -99,7 +100,7 @@ def use_kernels(
 
 @contextmanager
 def padded_rows(padded: bool = True) -> Iterator[None]:
-    """Within, in this thread, rows of steps are padded or not; see `Selection.padded`."""
+    """Within the context, this thread pads the rows of steps if `padded`, otherwise not; see `Selection.padded`."""
     token = _selection.set(replace(_selection.get(), padded=padded))
     try:
         yield

@@ -1,6 +1,6 @@
-"""Slots: what packed keys and values look like in memory and in files. `packing` has the description.
+"""Slots: the layout of packed keys and values in memory and in files. `packing` describes it.
 
-Imports no PyTorch: reading what a file holds needs none.
+Imports no PyTorch, so that files can be inspected without it.
 """
 
 from __future__ import annotations
@@ -11,18 +11,18 @@ GROUP = 64
 """Tokens whose values of one channel share their largest exponent."""
 
 FARTHEST = 15
-"""How far below the largest exponent of its group the exponent of a value may be without being an exception."""
+"""Maximum distance of a value's exponent from the largest exponent of its group. A value beyond it is an exception."""
 
 VALUES_PER_EXCEPTION = 512
-"""Values of a block for which its slot has room for one exception."""
+"""Number of values of a block for each exception that its slot has room for."""
 
 _ALIGNMENT = 64
-"""Bytes that slots are a multiple of: a line of the processor's caches."""
+"""The size of a slot is a multiple of this number of bytes: a line of the processor's caches."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Where things are in the slot of a block of this shape: offsets in bytes.
+    """The layout of the slot of a block of this shape. Offsets are in bytes.
 
     Raises:
         ValueError: `tokens` is not a multiple of 64, or the block has 2³¹ values or more.
@@ -40,27 +40,27 @@ class Layout:
 
     @property
     def values(self) -> int:
-        """Values of the block."""
+        """Number of values of the block."""
         return self.num_kv_heads * self.tokens * self.head_dim
 
     @property
     def tiles(self) -> int:
-        """`GROUP` tokens of one head with all channels: their exceptions follow one another."""
+        """Number of tiles. A tile is `GROUP` tokens of one head with all channels; its exceptions are adjacent."""
         return self.num_kv_heads * self.tokens // GROUP
 
     @property
     def capacity(self) -> int:
-        """Exceptions that there is room for."""
+        """Maximum number of exceptions."""
         return self.values // VALUES_PER_EXCEPTION
 
     @property
     def below(self) -> int:
-        """Offset of the distances to the largest exponent, half a byte each, behind a byte for each value."""
+        """Offset of the distances to the largest exponent, half a byte each. Before them is one byte for each value."""
         return self.values
 
     @property
     def starts(self) -> int:
-        """Offset of `tiles + 1` words of 32 bits: the number of exceptions before each tile, and in all."""
+        """Offset of `tiles + 1` words of 32 bits: the number of exceptions before each tile, and the total."""
         return self.below + self.values // 2
 
     @property
@@ -75,5 +75,5 @@ class Layout:
 
     @property
     def slot_bytes(self) -> int:
-        """Bytes of a slot."""
+        """Size of a slot in bytes."""
         return -(-(self.largest + self.values // GROUP) // _ALIGNMENT) * _ALIGNMENT

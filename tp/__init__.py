@@ -1,4 +1,4 @@
-"""The transformer and its weights: configuration, RoPE, checkpoints, the decoder, and where models are found.
+"""The transformer and its weights: configuration, RoPE, checkpoints, the decoder, and finding models by name.
 
 The names below are imported when they are first used.
 """

@@ -1,8 +1,8 @@
-"""The decoder, for Llama and similar architectures: token ids in, logits out; attention is computed by the cache.
+"""The decoder, for Llama and similar architectures. It computes logits from token ids; the cache computes attention.
 
 Decoding, prefill, verification and both draft tiers are the same `forward` with another cache and another number of
-tokens. On several ranks each computes its part of every layer; two sums per layer and one gather of the logits join the
-parts. The decoder does not know where keys are stored, at which positions, or how tokens are sampled.
+tokens. With several ranks, each rank computes its part of every layer; two sums per layer and one gather of the logits
+join the parts. The decoder does not know where keys are stored, at which positions, or how tokens are sampled.
 """
 
 from __future__ import annotations
@@ -40,40 +40,46 @@ from .rope import Rope
 from .weights.checkpoint import Checkpoint
 
 PREFILL_ROWS = 4096
-"""Tokens that are computed together in a layer at most, which bounds the activations of a long prefill."""
+"""The maximum number of tokens that are computed together in a layer. It limits the activations of a long prefill."""
 
 TAIL_ROWS = 1024
-"""The same for the last tokens of a prompt, behind the last whole `PREFILL_ROWS` that end so many before its end."""
+"""The maximum for tokens near the end of a prompt: those behind the last multiple of `PREFILL_ROWS` that is at least
+`TAIL_ROWS` tokens before the end."""
 
 PREFILL_TOKENS = 131_072
-"""Tokens of a longer prompt that go through all layers before the next ones do, which bounds their hidden states: of a
-million tokens these would take 8 GiB at a width of 4,096. Keys and values that stream cross the link again for each
-part, which of so many tokens takes a hundredth of the time of their attention."""
+"""A longer prompt is computed in several passes of this many tokens. This limits the memory for hidden states, which
+would be 8 GiB for a million tokens at a width of 4,096. Keys and values that stream cross the link again for each pass.
+With this many tokens, that takes a hundredth of the time of their attention."""
 
 
 END_ROWS = 256
-"""See `Tiling.end_rows`; fewer than those of a step."""
+"""See `Tiling.end_rows`; less than `STEP_ROWS`."""
 
 
 @dataclass(frozen=True)
 class Tiling:
-    """How the rows of a prompt are computed together, in tokens."""
+    """How the rows of a prompt are divided into parts that are computed together. All sizes are in tokens."""
 
     prefill_rows: int = PREFILL_ROWS
+    """Size of the parts up to `whole`."""
     tail_rows: int = TAIL_ROWS
+    """Size of the parts behind `whole`."""
     prefill_tokens: int = PREFILL_TOKENS
+    """Size of a pass of a prefill; see `prefill_stops`."""
     end_rows: int = 0
-    """Of the parts behind the last multiple of `tail_rows`, where those of a step are computed each as it is by itself,
-    so that prompts can part at any of them; 0: there is one."""
+    """Size of the parts behind the last multiple of `tail_rows`, if the rows of a step do not depend on one another.
+    Then two prompts may begin to differ at any of these rows. 0: these rows are one part."""
 
     def tiles(self, start: int, n: int, stop: int | None = None) -> list[int]:
-        """The tokens of each part of a pass over `n` tokens from position `start` on.
+        """The number of tokens of each part of a pass over `n` tokens from position `start` on. A step is one part.
 
-        A part ends at a multiple of `prefill_rows`, behind the last of those at multiples of `tail_rows`, behind the
-        last of these at multiples of `end_rows`: another number of rows rounds otherwise, so parts must not depend on
-        where a reading began, if that was where one begins.
+        Parts end at multiples of `prefill_rows`; near the end of the prompt at multiples of `tail_rows`, and then at
+        multiples of `end_rows`. Another number of rows may round differently. So parts do not depend on the position
+        at which a prefill began, if it began at the end of a part.
 
-        Args: `stop` is where the prompt ends, if not behind these tokens.
+        Args:
+            start, n: the position of the first token, and the number of tokens.
+            stop: the end of the prompt; default: the end of these tokens.
         """
         if n <= STEP_ROWS:
             return [n]
@@ -89,14 +95,21 @@ class Tiling:
         return found
 
     def prefill_stops(self, start: int, stop: int) -> list[int]:
-        """Where passes over the tokens from `start` to `stop` end, each of them over at most `prefill_tokens` and a
-        few. They have the same `tiles` as one pass over all, and the last one is not so short that it would be taken
-        for a step."""
+        """The positions where the passes of a prefill of the tokens from `start` to `stop` end.
+
+        A pass has at most `prefill_tokens + prefill_rows` tokens. The passes have the same `tiles` as one pass over all
+        tokens. If there are several, the last is longer than `prefill_rows`, so it is not mistaken for a step.
+        """
         first = (start // self.prefill_tokens + 1) * self.prefill_tokens
         return [*range(first, stop - self.prefill_rows, self.prefill_tokens), stop]
 
     def shareable(self, common: int, length: int, other: int) -> int:
-        """Of `common` tokens that two prompts of these lengths begin with, those whose parts are the same in both."""
+        """How many tokens two prompts can share: those whose parts are the same in both.
+
+        Args:
+            common: the number of tokens with which both prompts begin.
+            length, other: the lengths of the two prompts.
+        """
         whole, other_whole = self.whole(length), self.whole(other)
         if self.end_rows and common >= self._last(length) == self._last(other):
             return common
@@ -105,18 +118,21 @@ class Tiling:
         return min(common // self.prefill_rows * self.prefill_rows, whole, other_whole)
 
     def parting(self, length: int) -> tuple[int, ...]:
-        """Where prompts part at the latest that begin like one of this length, and the end of it: the ends of its last
-        parts."""
+        """The ends of the last parts of a prompt of this length, in ascending order. These are its own end, and the
+        last positions before it up to which other prompts can share its parts."""
         last = self._last(length)
         return tuple(dict.fromkeys(max(0, end) for end in (last - self.tail_rows, last, length)))
 
     def _last(self, length: int) -> int:
-        """Where the last tokens of a prompt begin, fewer than `tail_rows`."""
+        """The last multiple of `tail_rows` in a prompt; fewer than `tail_rows` tokens follow."""
         return length // self.tail_rows * self.tail_rows
 
     def whole(self, length: int) -> int:
-        """Of a prompt's tokens those in parts of `prefill_rows`. The last `tail_rows` are not: where prompts that begin
-        alike end with questions of their own, these do not take so large a part from what the prompts share."""
+        """How many tokens of a prompt are in parts of `prefill_rows`.
+
+        At least the last `tail_rows` tokens are in smaller parts. Prompts that begin alike may end with different
+        questions, and the part with the question is not shared. The smaller it is, the more tokens are shared.
+        """
         return max(0, length - self.tail_rows) // self.prefill_rows * self.prefill_rows
 
 
@@ -124,12 +140,12 @@ TILING = Tiling()
 
 
 class Cache(Protocol):
-    """Keeps the keys and values of the tokens so far, and computes attention of new queries to them; of layers with
-    linear attention their states, and what new tokens read from these."""
+    """Keeps the keys and values of the tokens so far, and computes attention of new queries to them. For layers with
+    linear attention, it keeps their states, and computes the results of new tokens from these."""
 
     @property
     def length(self) -> int:
-        """Tokens in the cache, which is the position of the next token."""
+        """The number of tokens in the cache. It is also the position of the next token."""
         ...
 
     def prepare(self, n: int) -> None:
@@ -140,8 +156,8 @@ class Cache(Protocol):
         """Appends `n` tokens to a layer and computes causal attention to these and all earlier ones.
 
         Args:
-            layer: among those with keys and values. Layers are called in ascending order, each with the same tokens
-                in one or several parts.
+            layer: the index among the layers with keys and values. Layers are called in ascending order, each with the
+                same tokens in one or several parts.
             q: `[num_heads, n, head_dim]`, not yet rotated.
             k, v: `[num_kv_heads, n, head_dim]`, keys not yet rotated.
 
@@ -154,36 +170,36 @@ class Cache(Protocol):
         """Advances the state of a layer by `n` tokens.
 
         Args:
-            layer: among those with linear attention; see `attend`.
-            inputs: `[n, channels]`, what the convolution sees of these tokens.
+            layer: the index among the layers with linear attention; see `attend`.
+            inputs: `[n, channels]`, the inputs of the convolution for these tokens.
             gates: `[n, 2 * value_heads]`; see `kernels.delta_rule`.
 
         Returns:
-            What the tokens read from it, `[n, value_heads, value_dim]` in the dtype of `inputs`.
+            The results of the tokens, `[n, value_heads, value_dim]` in the dtype of `inputs`.
         """
         ...
 
     def keep_hidden(self, hidden: Tensor) -> None:
-        """Is given what the `n` tokens of a pass have behind the last layer, `[n, hidden]`, once they are in all of
-        them."""
+        """Receives the hidden states `[n, hidden]` of the `n` tokens of a pass behind the last layer, after all layers
+        are computed."""
         ...
 
     def hidden_before(self, n: int) -> Tensor:
-        """What a multi-token-prediction head knows of the token before each of the next `n`: hidden states, behind the
-        norm, `[n, hidden]`. Called after `prepare`."""
+        """The model's hidden states `[n, hidden]`, behind the norm, of the tokens before each of the next `n` tokens. A
+        multi-token-prediction head needs them. Called after `prepare`."""
         ...
 
     def rollback(self, length: int) -> None:
-        """Removes every token from position `length` on, as if they had never been added; also earlier ones, where what
-        it has for so few tokens is gone: its own `length` says what is left."""
+        """Removes every token from position `length` on, as if they had never been added. If the data for this length
+        are gone, earlier tokens are removed too; afterwards, the cache's `length` says what is left."""
         ...
 
 
 @dataclass(frozen=True)
 class _Attention:
-    """Of a layer with keys and values."""
+    """The weights of attention in a layer with keys and values."""
 
-    inputs: Weight  # [(num_heads + 2 * num_kv_heads) * head_dim, hidden]; with gates each head is twice as wide
+    inputs: Weight  # [(num_heads + 2 * num_kv_heads) * head_dim, hidden]; with gates, query heads are twice as wide
     q_norm: Tensor | None  # [head_dim]
     k_norm: Tensor | None  # [head_dim]
     o: Weight  # [hidden, num_heads * head_dim]
@@ -191,23 +207,23 @@ class _Attention:
 
     @property
     def vectors(self) -> tuple[Tensor | None, ...]:
-        """What is held besides matrices."""
+        """The tensors that are not matrices."""
         return self.q_norm, self.k_norm, self.o_bias
 
 
 @dataclass(frozen=True)
 class _LinearAttention:
-    """Of a layer with a state."""
+    """The weights of attention in a layer with a state."""
 
     inputs: Weight  # [channels + values + 2 * value_heads, hidden]
     delta: DeltaWeights
-    norm: Tensor  # [value_dim], of what is read from the state, before it is multiplied by the gate
+    norm: Tensor  # [value_dim], for the results from the state, before they are multiplied by the gate
     o: Weight  # [hidden, values]
     o_bias = None
 
     @property
     def vectors(self) -> tuple[Tensor, ...]:
-        """What is held besides matrices."""
+        """The tensors that are not matrices."""
         return *self.delta.tensors(), self.norm
 
 
@@ -215,7 +231,7 @@ class _LinearAttention:
 class _Layer:
     """This rank's weights of one layer."""
 
-    place: int  # among the layers with its kind of attention
+    place: int  # index among the layers with its kind of attention
     input_norm: Tensor  # [hidden]
     attention: _Attention | _LinearAttention
     attention_norm: Tensor | None  # [hidden], behind attention
@@ -224,7 +240,7 @@ class _Layer:
     mlp_norm: Tensor | None  # [hidden], behind the MLP
 
     def tensors(self) -> Iterator[Tensor]:
-        """What is held."""
+        """All tensors of the layer."""
         vectors = self.input_norm, self.attention_norm, self.post_norm, self.mlp_norm, *self.attention.vectors
         yield from (vector for vector in vectors if vector is not None)
         for weight in self.weights:
@@ -238,19 +254,19 @@ class _Layer:
 
 @dataclass(frozen=True)
 class _Fusion:
-    """What a multi-token-prediction head begins with."""
+    """The weights of the first operation of a multi-token-prediction head."""
 
     embedding_norm: Tensor  # [hidden]
     hidden_norm: Tensor  # [hidden]
     projection: Weight  # [hidden, 2 * hidden]
 
     def of(self, embedded: Tensor, before: Tensor, eps: float) -> Tensor:
-        """Of tokens' embeddings and the hidden states of the tokens before them, both `[n, hidden]`."""
+        """Joins the embeddings of tokens and the hidden states of the tokens before them, all `[n, hidden]`."""
         both = rms_norm(embedded, self.embedding_norm, eps), rms_norm(before, self.hidden_norm, eps)
         return self.projection.times(torch.cat(both, dim=1))
 
     def tensors(self) -> Iterator[Tensor]:
-        """What is held."""
+        """All tensors."""
         yield from (self.embedding_norm, self.hidden_norm)
         yield from self.projection.tensors()
 
@@ -258,7 +274,7 @@ class _Fusion:
 class Decoder:
     """A Llama-shaped decoder, or one rank's part of it, with its weights on one device.
 
-    A model's multi-token-prediction head is one, too, of a layer: see `mtp_head`.
+    The multi-token-prediction head of a model is a decoder with one layer: see `mtp_head`.
     """
 
     def __init__(
@@ -274,15 +290,19 @@ class Decoder:
         """Reads the weights, or this rank's part of them.
 
         Args:
-            ranks: those that share the model.
+            config: that of the whole model.
+            checkpoint: the source of the weights; its dtype and device are used.
+            device: the device that computes.
+            ranks: the ranks that share the model.
             tiling: how the rows of a long pass are computed together.
-            model: whose embedding and output head are used; of a multi-token-prediction head.
-            host_memory: makes memory for an embedding that is not the output head too, where a GPU reads rows from
-                there (`kernels.host_rows`); `None`, or where the system refuses it: it is on the device.
+            model: for a multi-token-prediction head, the model whose embedding and output head it uses.
+            host_memory: allocates host memory for the embedding, from which a GPU reads rows (`kernels.host_rows`). Not
+                used if the embedding is also the output head. The embedding is on the device if this is `None`, or if
+                the system refuses the memory.
 
         Raises:
             ModelError: see `Checkpoint`.
-            UsageError: the model's heads cannot be split over so many ranks.
+            UsageError: the model's heads cannot be split over this number of ranks.
         """
         split = Split.of(config, ranks)
         self.config = config
@@ -313,7 +333,7 @@ class Decoder:
             self._head = self._read_head(checkpoint, split.vocabulary)
         self._missing_logits = matrices.head_rows - len(range(config.vocab_size)[split.vocabulary])
         self.dtype = checkpoint.dtype
-        # What a scaled embedding is multiplied by is rounded, as it is in `transformers`.
+        # The factor of a scaled embedding is rounded, as in `transformers`.
         self._root = torch.tensor(config.hidden_size**0.5, dtype=self.dtype).item()
         checkpoint.check_all_read()
 
@@ -329,13 +349,15 @@ class Decoder:
         tiling: Tiling = TILING,
         host_memory: LockedMemory | None = None,
     ) -> Decoder:
-        """Builds the model of a Hugging Face directory, or the part of it that is this rank's.
+        """Loads the model of a Hugging Face directory, or this rank's part of it.
 
-        Args: `config` is another configuration than the directory's.
+        Args:
+            config: replaces the configuration of the directory.
+            ranks, tiling, host_memory: see `__init__`.
 
         Raises:
             ModelError: see `ModelConfig.load` and `Checkpoint`.
-            UsageError: the model's heads cannot be split over so many ranks.
+            UsageError: the model's heads cannot be split over this number of ranks.
         """
         config = config or ModelConfig.load(directory)
         checkpoint = Checkpoint(directory, dtype, device)
@@ -343,11 +365,14 @@ class Decoder:
 
     @classmethod
     def mtp_head(cls, checkpoint: Checkpoint, model: Decoder) -> Decoder:
-        """The multi-token-prediction head of `model`, on the same device and ranks. It says what follows a token from
-        its embedding and the model's hidden state of the token before; its cache gives it these
-        (`Cache.hidden_before`).
+        """The multi-token-prediction head of `model`, on the same device and ranks.
 
-        Args: `checkpoint` is of the head alone.
+        It predicts the token after a given token from the embedding of that token and the model's hidden state of the
+        token before. Its cache supplies the hidden states (`Cache.hidden_before`).
+
+        Args:
+            checkpoint: that of the head alone.
+            model: the model that the head belongs to.
 
         Raises:
             ModelError: see `ModelConfig.mtp_head` and `Checkpoint`.
@@ -355,8 +380,8 @@ class Decoder:
         return cls(model.config.mtp_head, checkpoint, model.device, model.ranks, model._tiling, model)
 
     def readable(self, token_ids: Tensor) -> Tensor:
-        """`token_ids` with those that this model lacks replaced: ids beyond its vocabulary become its last token, and
-        negative ones its first. The caller sees to it that such a token is not kept, or only costs acceptance."""
+        """`token_ids` without ids that this model does not have: ids beyond its vocabulary become its last token, and
+        negative ids its first. The caller must ensure that a replaced token is not kept, or only costs acceptance."""
         return token_ids.clamp(0, self.config.vocab_size - 1)
 
     @torch.inference_mode()
@@ -375,7 +400,8 @@ class Decoder:
 
         Args:
             token_ids: `[n]` int64.
-            num_logits: number of last tokens whose logits are computed.
+            cache: that of the sequence; updated.
+            num_logits: for how many tokens, counted from the last, logits are computed.
             on_progress: called after each part of a layer with the share of the work that is done, 0 to 1.
             stop: see `Tiling.tiles`.
 
@@ -398,12 +424,14 @@ class Decoder:
         on_progress: Callable[[float], None] | None = None,
         stop: int | None = None,
     ) -> Generator[None, None, Tensor]:
-        """`forward` in slices: the same operations, with stops between them. The first takes memory, the last computes
-        the logits, and each between them the attention or the MLP of one part of the rows in one layer. Needs inference
+        """`forward` in slices: a generator that runs the same operations and pauses between slices. Needs inference
         mode.
 
-        Between two slices other passes may run, if `cache` has what it prepared for this one afterwards. On several
-        ranks a slice that failed on one, but for the last, has ended on the others, with numbers of no use.
+        The first slice takes memory. The last slice computes the logits, which the generator returns. Each slice
+        between them computes the attention or the MLP of one part of the rows in one layer.
+
+        Other passes may run between two slices, if `cache` afterwards has what it prepared for this pass. If a slice
+        other than the last fails on one of several ranks, it still ends on the others; their numbers are of no use.
         """
         start = cache.length
         cache.prepare(token_ids.shape[0])
@@ -411,7 +439,7 @@ class Decoder:
         if self._fusion:
             hidden = self._fusion.of(hidden, cache.hidden_before(len(token_ids)), self.config.rms_norm_eps)
         n = hidden.shape[0]
-        # A step is one part, whose tiling need not be looked up: that asks every matrix.
+        # A step is one part. It does not need `self.tiling`, which asks every matrix.
         parts = [n] if n <= STEP_ROWS else self.tiling.tiles(start, n, stop)
         work = _Progress(self.config, start, hidden.shape[0], on_progress)
         yield
@@ -426,11 +454,11 @@ class Decoder:
         return self._logits(hidden[-num_logits:])
 
     def normed(self, hidden: Tensor) -> Tensor:
-        """What the output head gets for `hidden` `[n, hidden]`, which are behind the last layer."""
+        """The input of the output head for the hidden states behind the last layer, both `[n, hidden]`."""
         return self._rms_norm(hidden, self._norm)
 
     def held(self) -> Iterator[tuple[str, Tensor]]:
-        """The tensors on the device, by part: `weights`, and `rope` of its tables."""
+        """Yields the tensors on the device, each with the name of its part: `weights`, or `rope` for RoPE's tables."""
         kept = [self._norm, *(self._fusion.tensors() if self._fusion else self._head.tensors())]
         if not self._fusion and not isinstance(self._embedding, HostEmbedding):
             kept += self._embedding.tensors()
@@ -440,21 +468,24 @@ class Decoder:
 
     @property
     def has_embedding_to_spare(self) -> bool:
-        """Whether an embedding is on the device that could be in host memory; see `ModelMatrices.embedding_bytes`."""
+        """Whether the embedding is on the device but could be in host memory; see `ModelMatrices.embedding_bytes`."""
         return self.matrices.embedding_bytes(self.dtype) > 0 and not isinstance(self._embedding, HostEmbedding)
 
     @property
     def tiling(self) -> Tiling:
-        """How the rows of a long pass are computed together. The last ones are computed as those of a step where these
-        do not depend on one another; states of linear attention do, on where a pass ends. Several ranks might not have
-        the same kernels, and must share the same tokens."""
+        """How the rows of a long pass are computed together.
+
+        The last parts have at most `END_ROWS` rows if rows of a step do not depend on one another. This is only so on a
+        CPU, and not with linear attention, whose states depend on where a pass ends. It is not done on several ranks:
+        they might have different kernels, but must share the same tokens.
+        """
         alone = self.device.type == "cpu" and self.ranks.size == 1
         ends = alone and not self.part.linear and self.rows_are_independent
         return replace(self._tiling, end_rows=min(END_ROWS, self._tiling.tail_rows)) if ends else self._tiling
 
     @property
     def rows_are_independent(self) -> bool:
-        """Whether a row of a step has the same logits, bit by bit, whatever rows come with it."""
+        """Whether the logits of a row of a step are the same, bit by bit, whatever other rows are in the step."""
         if not rows_are_independent(self.device, self.dtype, self.part.head_dim):
             return False
         if products_are_independent(self.device, self.dtype):  # with any weight
@@ -464,7 +495,7 @@ class Decoder:
 
     @property
     def waits_in_steps(self) -> bool:
-        """Whether the host waits for the device within a step, which then cannot be captured."""
+        """Whether the host waits for the device within a step. A step that waits cannot be captured."""
         return any(isinstance(layer.mlp, ExpertMlps) and layer.mlp.waits(self.dtype) for layer in self._layers)
 
     def mean_over_copies(self, values: list[Tensor]) -> list[Tensor]:
@@ -484,7 +515,7 @@ class Decoder:
         return self._embedding.outputs(outputs)
 
     def _embedded(self, token_ids: Tensor) -> Tensor:
-        """What layer 0 gets, `[n, hidden]`."""
+        """The input of layer 0, `[n, hidden]`."""
         hidden = self._embedding.looked_up(token_ids, self.dtype)
         return hidden.mul_(self._root) if self.config.scaled_embedding else hidden
 
@@ -500,7 +531,7 @@ class Decoder:
         rows += out if layer.attention_norm is None else self._rms_norm(out, layer.attention_norm)
 
     def _heads(self, layer: _Layer, rows: Tensor, cache: Cache) -> Tensor:
-        """What this rank's heads give for `rows`, `[n, num_heads * head_dim]`."""
+        """The results of this rank's heads for `rows`, `[n, num_heads * head_dim]`."""
         inputs = layer.attention.inputs.times(rows, norm=layer.input_norm, eps=self.config.rms_norm_eps)
         if isinstance(layer.attention, _LinearAttention):
             return self._read_state(layer.place, layer.attention, inputs, cache)
@@ -549,8 +580,11 @@ class Decoder:
         rows += out if layer.mlp_norm is None else self._rms_norm(out, layer.mlp_norm)
 
     def _sum(self, rows: Tensor, part: Callable[[], Tensor]) -> Tensor:
-        """The sum of every rank's `part` of what is added to `rows`, both `[n, hidden]`. A rank whose own fails takes
-        part in it with `rows`, for which it needs no memory, as the others wait for it."""
+        """The sum of `part` over all ranks, which is to be added to `rows`; both `[n, hidden]`.
+
+        If `part` fails on a rank, the rank still takes part in the sum, because the others wait for it. It then sends
+        `rows`, for which it needs no memory.
+        """
         try:
             own = part()
         except Exception:
@@ -569,7 +603,7 @@ class Decoder:
 
 
 def forward_work(config: ModelConfig, start: int, n: int) -> float:
-    """Multiplications of a forward of `n` tokens after `start` others, attention included."""
+    """The number of multiplications of a forward of `n` tokens after `start` others, attention included."""
     attention = 2 * config.num_heads * config.head_dim * (start + n / 2)
     return n * (ModelMatrices.of(config).numbers_of_a_row + config.kv_layers * attention)
 
@@ -584,7 +618,7 @@ class _Progress:
         self._total = forward_work(config, start, n) if callback else 0.0
 
     def add(self, n: int) -> None:
-        """Says that a layer has computed `n` further rows."""
+        """Notes that a layer has computed `n` further rows."""
         if self._callback is None:
             return
         self._done += forward_work(self._config, self._start + self._row, n) / self._config.num_layers
@@ -595,7 +629,7 @@ class _Progress:
 def _read_embedding(
     matrices: ModelMatrices, checkpoint: Checkpoint, host_memory: LockedMemory | None
 ) -> Weight | HostEmbedding:
-    """See `Decoder`. It is on the device first, which has room for it as long as nothing else is there."""
+    """Reads the embedding; see `Decoder`. It is read to the device first, which has room as long as it is empty."""
     found = matrices.embedding.read(checkpoint, "", matrices.quantisation)
     if host_memory and matrices.head:
         with suppress(CapacityError):
@@ -611,7 +645,14 @@ def _read_layer(
     checkpoint: Checkpoint,
     index: int,
 ) -> _Layer:
-    """Args: `part` is this rank's of the model, whose linear attention begins with the key head `first_key_head`."""
+    """Reads this rank's weights of one layer.
+
+    Args:
+        config: that of the whole model.
+        part: that of this rank's part of the model.
+        first_key_head: the first key head of linear attention in this part.
+        index: that of the layer.
+    """
 
     def read(name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         return checkpoint.read(f"{prefix}{name}", *shape, dtype=dtype)
@@ -654,7 +695,7 @@ def _read_layer(
 
 
 def _read_delta(whole: LinearAttention, part: LinearAttention, first: int, read: Callable[..., Tensor]) -> DeltaWeights:
-    """What a rank computes states with, whose first key head is `first`."""
+    """The weights with which a rank computes states; its first key head is `first`."""
     stop = first + part.key_heads
     keys = slice(first * whole.key_dim, stop * whole.key_dim)
     runs = whole.value_heads_of(slice(first, stop))
@@ -673,14 +714,16 @@ def _read_delta(whole: LinearAttention, part: LinearAttention, first: int, read:
 
 
 def _read_norm(config: ModelConfig, checkpoint: Checkpoint, name: str, width: int) -> Tensor:
-    """What a norm multiplies by."""
+    """The factors of a norm, `[width]`."""
     norm = checkpoint.read(f"{name}.weight", width, dtype=torch.float32 if config.float32_norms else None)
     return norm.add_(1.0) if config.zero_centred_norms else norm
 
 
 def _read_mlp(config: ModelConfig, matrices: ModelMatrices, checkpoint: Checkpoint, prefix: str) -> Mlp:
-    """Raises:
-    ModelError: see `Checkpoint`; or experts are not all stored alike.
+    """Reads the MLP or the experts of a layer.
+
+    Raises:
+        ModelError: see `Checkpoint`; or not all experts are stored in the same way.
     """
     of_mlps, in_few_bits = matrices.mlps, config.quantisation
     read = [[matrix.read(checkpoint, prefix, in_few_bits) for matrix in both] for both in of_mlps]

@@ -1,4 +1,4 @@
-"""The compute device: choosing device, dtype and threads from what a user asks for, and copying numbers to a device."""
+"""The compute device: chooses device, dtype and threads from what a user asks for, and copies numbers to a device."""
 
 from __future__ import annotations
 
@@ -16,11 +16,15 @@ from .model.config import ModelConfig
 
 
 def resolve_device(name: str, local_rank: int = 0) -> torch.device:
-    """The device for `auto`, `cpu` or `cuda`; of several GPUs the one numbered `local_rank`, this rank's number here.
+    """The device for the name `auto`, `cpu` or `cuda`.
+
+    Args:
+        name: `auto` is a GPU if PyTorch sees one, otherwise the CPU.
+        local_rank: the number of this rank on this machine. It is also the number of its GPU.
 
     Raises:
-        UsageError: any other name; `cuda` without a CUDA device; fewer GPUs than ranks on this machine; see also
-            `check_cpu_level`.
+        UsageError: `name` is another name, or `cuda` without a CUDA device; this machine has fewer GPUs than ranks; or
+            see `check_cpu_level`.
     """
     if name not in ("auto", "cpu", "cuda"):
         raise UsageError(f"device is {name!r}; it is auto, cpu or cuda")
@@ -28,7 +32,7 @@ def resolve_device(name: str, local_rank: int = 0) -> torch.device:
         raise UsageError(
             "device is cuda, but PyTorch sees no CUDA device here; use --device cpu, or see triforce doctor"
         )
-    check_cpu_level()  # kernels for CPUs also pack what a GPU's link brings
+    check_cpu_level()  # also for a GPU: kernels for CPUs pack the blocks that cross its link
     if name == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
     if local_rank >= torch.cuda.device_count():
@@ -41,17 +45,18 @@ def resolve_device(name: str, local_rank: int = 0) -> torch.device:
 
 
 class DeviceMemory(NamedTuple):
-    """Bytes of a GPU."""
+    """The memory of a GPU, in bytes."""
 
     free: int
-    """With what PyTorch keeps of tensors that are gone."""
+    """Free memory, including the memory of deleted tensors that PyTorch keeps."""
     total: int
     taken: int
-    """By this process's tensors, and by what libraries compute in that ask PyTorch for it, as cuBLAS does."""
+    """Memory of this process's tensors, and of libraries that allocate their workspace through PyTorch, as cuBLAS
+    does."""
 
 
 def device_memory(device: torch.device) -> DeviceMemory | None:
-    """The memory of a GPU; `None` of a CPU."""
+    """The memory of a GPU; `None` for a CPU."""
     if device.type != "cuda":
         return None
     free, total = torch.cuda.mem_get_info(device)
@@ -60,8 +65,10 @@ def device_memory(device: torch.device) -> DeviceMemory | None:
 
 
 def check_cpu_level() -> None:
-    """Raises:
-    UsageError: `TRIFORCE_CPU_LEVEL` names no level of the compiled kernels, or one that is not supported here.
+    """Checks the environment variable `TRIFORCE_CPU_LEVEL`.
+
+    Raises:
+        UsageError: it does not name a level of the compiled kernels, or names a level that is not supported here.
     """
     try:
         cpu_level()
@@ -87,7 +94,7 @@ def to_device(numbers: Sequence[int], device: torch.device) -> Tensor:
 
 
 def set_threads(count: int | None) -> None:
-    """Sets how many CPU threads this process computes with, where computation is on a CPU.
+    """Sets the number of CPU threads with which this process computes.
 
     It applies to PyTorch's operations and to the compiled kernels, which read `torch.get_num_threads()` at each call
     and whose results do not depend on it.
@@ -106,13 +113,13 @@ def set_threads(count: int | None) -> None:
 
 
 def synchronize(device: torch.device) -> None:
-    """Returns when `device` has finished all work that was submitted to it."""
+    """Waits until `device` has finished all work that was submitted to it."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def device_name(device: torch.device) -> str:
-    """The manufacturer's name of the device, or of the machine's architecture where the system does not tell it."""
+    """The manufacturer's name of the device; the machine's architecture if the system does not give the name."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     try:

@@ -1,7 +1,7 @@
 """How the GPUs of this machine are connected: over PCIe to the host, and to one another by what NCCL can use.
 
-Said is only what is known without running NCCL: which of its transports it takes where two cards have peer access
-depends on the board, and `NCCL_DEBUG=INFO` tells.
+Only what is known without running NCCL is reported. If two GPUs have peer access, the transport that NCCL uses depends
+on the board; `NCCL_DEBUG=INFO` shows it.
 """
 
 from __future__ import annotations
@@ -14,31 +14,34 @@ from pathlib import Path
 from typing import Any
 
 PCI_DEVICES = Path("/sys/bus/pci/devices")
-"""Where Linux has a folder for each PCI device, named by its address."""
+"""The folder in which Linux has a folder for each PCI device, named by its address."""
 
 _GENERATIONS = {2.5: 1, 5.0: 2, 8.0: 3, 16.0: 4, 32.0: 5, 64.0: 6}
-"""Of PCIe, by transfers a second of a lane, in 10^9."""
+"""PCIe generation by transfers per second and lane, in 10^9."""
 
 
 @dataclass(frozen=True)
 class PcieLink:
-    """A card's connection to the host, as it is now, and the most that the card can do. A card that has nothing to do
-    may lower the generation until it has; the width stays."""
+    """A card's present connection to the host, and the maximum that the card supports. An idle card may lower the
+    generation while it is idle; the width stays the same."""
 
     generation: int
     width: int
-    """Lanes."""
+    """Number of lanes."""
     max_generation: int
     max_width: int
+    """Maximum number of lanes."""
 
     def __str__(self) -> str:
         return f"PCIe {self.generation}.0 x{self.width} of {self.max_generation}.0 x{self.max_width}"
 
 
 def pcie_link(address: str, devices: Path = PCI_DEVICES) -> PcieLink | None:
-    """The link of the card at a PCI address; `None` where the system does not tell, as in some virtual machines.
+    """The link of the card at a PCI address; `None` if the system does not report it, as in some virtual machines.
 
-    Args: `devices` has a folder for each address, with sysfs's files.
+    Args:
+        address: the PCI address, see `pci_address`.
+        devices: has a folder for each address, with sysfs's files.
     """
     try:
         speeds, widths = (
@@ -53,7 +56,7 @@ def pcie_link(address: str, devices: Path = PCI_DEVICES) -> PcieLink | None:
 
 
 def pci_address(properties: Any) -> str | None:
-    """The PCI address of a device by its properties (of `torch.cuda.get_device_properties`); `None` if unknown."""
+    """The PCI address of a device, from its properties (`torch.cuda.get_device_properties`); `None` if unknown."""
     try:
         return f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
     except (AttributeError, TypeError, ValueError):
@@ -69,18 +72,18 @@ class GpuPair:
     access: bool
     """Whether each can read the other's memory."""
     transport: str | None
-    """`SHM` (shared host memory) or `NET` (network sockets), where that is certain; `None` where NCCL decides by the
-    topology whether it uses peer access."""
+    """`SHM` (shared host memory) or `NET` (network sockets), if this is certain. `None` if NCCL decides by the topology
+    whether it uses peer access."""
 
 
 def gpu_pairs(
     gpus: Sequence[int], can_access: Callable[[int, int], bool], environment: Mapping[str, str] = os.environ
 ) -> list[GpuPair]:
-    """All pairs of the GPUs of these numbers.
+    """All pairs of the GPUs with these numbers.
 
     Args:
-        can_access: whether the first can read the second one's memory.
-        environment: where `NCCL_P2P_DISABLE` and `NCCL_SHM_DISABLE` are; NCCL takes 1 for yes.
+        can_access: whether the first GPU can read the memory of the second.
+        environment: may have `NCCL_P2P_DISABLE` and `NCCL_SHM_DISABLE`; 1 means yes.
     """
     p2p, shm = (environment.get(name, "").strip() != "1" for name in ("NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE"))
     found = []
@@ -92,7 +95,7 @@ def gpu_pairs(
 
 
 def pairs_in_words(pairs: Sequence[GpuPair]) -> str:
-    """What NCCL can do between GPUs, those alike together."""
+    """Describes what NCCL can do between GPUs. Pairs with the same properties are listed together."""
     kinds: dict[tuple[bool, str | None], list[str]] = {}
     for pair in pairs:
         kinds.setdefault((pair.access, pair.transport), []).append(f"{pair.first}-{pair.second}")
@@ -110,7 +113,7 @@ def pairs_in_words(pairs: Sequence[GpuPair]) -> str:
 
 
 def nccl_version() -> str | None:
-    """NCCL's version as PyTorch has it; `None` without."""
+    """The version of NCCL in PyTorch; `None` if it has no NCCL."""
     try:
         from torch.cuda import nccl
 
@@ -120,7 +123,7 @@ def nccl_version() -> str | None:
 
 
 def connection_in_words(gpus: int) -> str:
-    """NCCL's version, and what it can do between the first `gpus` GPUs of this machine, if this process sees them."""
+    """Describes NCCL's version and, if this process sees `gpus` GPUs, what NCCL can do between the first `gpus`."""
     import torch
 
     words = [f"NCCL {nccl_version() or 'of unknown version'}"]

@@ -1,4 +1,4 @@
-"""Where a user's saved contexts and the directories of GGUF files are, and what their disk has room for."""
+"""The folder for a user's saved contexts and the directories of GGUF files, and the space on its disk."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from platformdirs import user_cache_path
 
 
 def user_home() -> Path:
-    """`$TRIFORCE_HOME`, else a folder of the user's cache directory."""
+    """The folder `$TRIFORCE_HOME`; if the variable is not set, `triforce` in the user's cache directory."""
     home = os.environ.get("TRIFORCE_HOME")
     return Path(home).expanduser() if home else user_cache_path("triforce", appauthor=False)
 
@@ -25,7 +25,7 @@ class DiskUsage(NamedTuple):
 
 
 def disk_usage(folder: Path) -> DiskUsage:
-    """Of the disk that a directory is on, or will be once it is made."""
-    while not os.path.exists(folder):  # no error where a directory above it cannot be looked into
+    """The usage of the disk that a directory is on, or on which it would be created."""
+    while not os.path.exists(folder):  # raises no error if a directory above cannot be read
         folder = folder.parent
     return DiskUsage(*shutil.disk_usage(folder))

@@ -1,9 +1,8 @@
-"""A model's weights, as one rank holds them: which tensors of a checkpoint they come from, what they take, and products
-of rows with them.
+"""A model's weights, as one rank holds them: the tensors of a checkpoint that they come from, their size in memory, and
+products of rows with them.
 
-What a plan counts and a decoder reads is the same list (`ModelMatrices`), so a weight that is held is planned. Numbers
-are in the dtype that is computed in, or those of a matrix are in four to eight bits
-(`model.quantisation`).
+A plan counts, and a decoder reads, the same list of weights (`ModelMatrices`), so every weight that is loaded is
+planned. Weights are in the dtype of the run; matrices may be in four to eight bits (`model.quantisation`).
 """
 
 from __future__ import annotations
@@ -55,33 +54,33 @@ from .parallel.ranks import ALONE
 from .parallel.split import Split
 
 _ENDS = "qweight", "weight_packed", "weight_scale", "weight_scale_inv"
-"""Of the names of what is stored beside a matrix, or in its place, in few bits."""
+"""Endings of the names of tensors that are stored beside a matrix or in its place, if it is in few bits."""
 
 
 @dataclass(frozen=True)
 class Projection:
-    """One tensor `[outputs, inputs]` of a checkpoint, and what a rank holds of it."""
+    """One tensor `[outputs, inputs]` of a checkpoint, and the part of it that a rank holds."""
 
     name: str
     outputs: int
     inputs: int
     rows: slice | None = None
-    """Of the outputs; `None`: all."""
+    """The outputs that the rank holds; `None`: all."""
     columns: tuple[slice, ...] | None = None
-    """Of the inputs, which then follow one another; `None`: all."""
+    """The inputs that the rank holds, joined in this order; `None`: all."""
 
     @property
     def held(self) -> tuple[int, int]:
-        """Outputs and inputs that the rank holds."""
+        """The numbers of outputs and inputs that the rank holds."""
         columns = self.columns or (slice(None),)
         return len(range(self.outputs)[self.rows or slice(None)]), sum(len(range(self.inputs)[x]) for x in columns)
 
     def read(self, source: WeightSource, prefix: str, quantisation: Quantisation | None) -> Tensor | QuantisedMatrix:
-        """See `Matrix.read`; without a bias."""
+        """Reads the rank's part; see `Matrix.read`. There is no bias."""
         name = prefix + self.name
         if quantisation is None or not quantisation.covers(name):
             if quantisation is not None and any(source.has(f"{name}.{end}") for end in _ENDS):
-                if name.startswith("mtp.layers."):  # of a head no configuration says whether it is stored so
+                if name.startswith("mtp.layers."):  # no configuration says how a head is stored
                     return self._in_few_bits(source, name, quantisation)
                 raise ModelError(f"{name} is stored in few bits, which is not supported outside a model's layers")
             shape, columns = (self.outputs, self.inputs), self.columns or (None,)
@@ -96,7 +95,7 @@ class Projection:
 
 @dataclass(frozen=True)
 class Matrix:
-    """A rank's part of projections of the same input: one matrix, whose outputs follow one another."""
+    """A rank's part of several projections of the same input, as one matrix: their outputs follow one another."""
 
     projections: tuple[Projection, ...]
     bias: bool = False
@@ -108,15 +107,21 @@ class Matrix:
 
     @property
     def numbers(self) -> int:
-        """Numbers that the rank holds, those of the bias included."""
+        """How many numbers the rank holds, including the bias."""
         return prod(self.shape) + self.bias * self.shape[0]
 
     def of_expert(self, number: int) -> Matrix:
-        """Of one of the experts that its names are of; itself, of an MLP."""
+        """The matrix of one expert: its number replaces `{}` in the names. If there is no `{}`, the same matrix."""
         return replace(self, projections=tuple(replace(one, name=one.name.format(number)) for one in self.projections))
 
     def num_bytes(self, dtype: torch.dtype, quantisation: Quantisation | None, prefix: str) -> int:
-        """What it takes in a layer whose names begin with `prefix`."""
+        """The size of the matrix in memory, in bytes.
+
+        Args:
+            dtype: that of the numbers that are not in few bits.
+            quantisation: how matrices in few bits are stored.
+            prefix: the beginning of the names: that of the layer.
+        """
         found = self.bias * self.shape[0] * dtype.itemsize
         for one in self.projections:
             if quantisation is not None and quantisation.covers(prefix + one.name):
@@ -130,11 +135,12 @@ class Matrix:
     def read(
         self, source: WeightSource, prefix: str = "", quantisation: Quantisation | None = None
     ) -> DenseWeight | QuantisedWeight:
-        """Reads it.
+        """Reads the matrix and its bias.
 
         Args:
-            prefix: of the names, those of a layer.
-            quantisation: how matrices are stored that are not stored as usual.
+            source: the checkpoint.
+            prefix: the beginning of the names: that of the layer.
+            quantisation: how matrices in few bits are stored.
 
         Raises:
             ModelError: see `Checkpoint`.
@@ -147,14 +153,14 @@ class Matrix:
         if len(dense) == len(parts):
             return DenseWeight(_joined(dense), bias)
         few_bits = [part for part in parts if isinstance(part, QuantisedMatrix)]
-        # A host takes longer for the memory of a copy than for all that one product for several projections saves.
+        # On a CPU, memory for a joined copy takes more time than one product for several projections saves.
         if len(few_bits) == len(parts) and not on_cpu(next(few_bits[0].tensors()).device):
             return QuantisedWeight(tuple(joined(few_bits)), bias)
         return QuantisedWeight(tuple(parts), bias)
 
 
 class WeightSource(StoredTensors, Protocol):
-    """The part of `checkpoint.Checkpoint` that is needed here; see there."""
+    """The methods of `checkpoint.Checkpoint` that are needed here, where they are documented."""
 
     def read(
         self,
@@ -172,29 +178,30 @@ class Weight(Protocol):
     def times(
         self, rows: Tensor, *, norm: Tensor | None = None, eps: float = 0.0, onto: Tensor | None = None
     ) -> Tensor:
-        """The product of `rows` `[n, inputs]` with it, `[n, outputs]`; see `kernels.linear`."""
+        """The product of `rows` `[n, inputs]` with this matrix, `[n, outputs]`; see `kernels.linear`."""
         ...
 
     def looked_up(self, ids: Tensor, dtype: torch.dtype) -> Tensor:
-        """Its numbers for some outputs, by their indices `[n]`: `[n, inputs]` in `dtype`, as an embedding is used."""
+        """Embeddings: the rows of the matrix for the outputs `ids` `[n]`, as `[n, inputs]` in `dtype`."""
         ...
 
     def outputs(self, part: slice) -> Weight:
-        """Some of its outputs, in the same memory; of one without a bias."""
+        """Some outputs of a matrix without a bias, in the same memory."""
         ...
 
     def rows_are_independent(self, dtype: torch.dtype) -> bool:
-        """Whether a row of a step in `dtype` has the same product, bit by bit, whatever rows come with it."""
+        """Whether the product of a row of a step in `dtype` is the same, bit by bit, whatever other rows are in the
+        step."""
         ...
 
     def tensors(self) -> Iterator[Tensor]:
-        """What is held."""
+        """All tensors."""
         ...
 
 
 @dataclass(frozen=True)
 class DenseWeight:
-    """One of numbers in the dtype that is computed in, contiguous."""
+    """A `Weight` whose numbers are in the dtype of the run, contiguous."""
 
     matrix: Tensor
     bias: Tensor | None = None
@@ -221,7 +228,7 @@ class DenseWeight:
 
 @dataclass(frozen=True)
 class QuantisedWeight:
-    """One of projections of which some are in four to eight bits: their outputs follow one another."""
+    """A `Weight` of several projections, some of them in four to eight bits. Their outputs follow one another."""
 
     parts: tuple[QuantisedMatrix | Tensor, ...]
     bias: Tensor | None = None
@@ -250,7 +257,7 @@ class QuantisedWeight:
 
     @property
     def only(self) -> QuantisedMatrix:
-        """The one part of an embedding or an output head."""
+        """The only part of an embedding or an output head."""
         (part,) = self.parts
         assert not isinstance(part, Tensor)
         return part
@@ -268,21 +275,21 @@ class QuantisedWeight:
 
 
 LockedMemory = Callable[[Sequence[int], torch.dtype], Tensor]
-"""Makes page-locked host memory of a shape, whose first dimension is of what is locked in one piece each.
+"""Allocates page-locked host memory of a shape and dtype. Each item of the first dimension is locked in one piece.
 
-Raises `CapacityError` where the system refuses it.
+Raises `CapacityError` if the system refuses the memory.
 """
 
 
 @dataclass(frozen=True)
 class HostEmbedding:
-    """An embedding in page-locked host memory, of which a GPU reads the rows that a pass needs."""
+    """An embedding in page-locked host memory, from which a GPU reads the rows that a pass needs."""
 
     held: Tensor | QuantisedMatrix
 
     @classmethod
     def of(cls, weight: DenseWeight | QuantisedWeight, host_memory: LockedMemory) -> HostEmbedding:
-        """A copy of what is on the device.
+        """Copies an embedding that is on the device.
 
         Raises:
             CapacityError: see `LockedMemory`.
@@ -329,8 +336,9 @@ class GatedMlp:
         return self.gate_up, self.down
 
     def of(self, rows: Tensor, *, norm: Tensor | None = None, eps: float = 0.0, onto: Tensor | None = None) -> Tensor:
-        """What it gives for `rows` `[n, hidden]`, with the norm before it, if one is given; see `kernels.gated_mlp`."""
-        if norm is not None and norm.dtype != rows.dtype and len(rows) <= STEP_ROWS:  # more would take much memory
+        """The result for `rows` `[n, hidden]`, with the norm before the MLP if it is given; see `kernels.gated_mlp`."""
+        # Not for more rows, because their norm would take much memory.
+        if norm is not None and norm.dtype != rows.dtype and len(rows) <= STEP_ROWS:
             rows, norm = rms_norm(rows, norm, eps), None
         if self.activation == "silu" and (norm is None or norm.dtype == rows.dtype):
             if isinstance(self.gate_up, DenseWeight) and isinstance(self.down, DenseWeight):
@@ -358,11 +366,11 @@ class GatedMlp:
 
 @dataclass(frozen=True)
 class SharedExpert:
-    """The expert of a layer that all rows have, or a rank's part of it."""
+    """The expert of a layer that is used for all rows, or a rank's part of it."""
 
     mlp: GatedMlp
     gate: Weight
-    """`[1, hidden]`: what it gives for a row is multiplied by the sigmoid of the product."""
+    """`[1, hidden]`. The result of the MLP for a row is multiplied by the sigmoid of the row's product with `gate`."""
 
     @property
     def weights(self) -> tuple[Weight, ...]:
@@ -370,7 +378,7 @@ class SharedExpert:
         return *self.mlp.weights, self.gate
 
     def of(self, rows: Tensor) -> Tensor:
-        """What it gives for `rows` `[n, hidden]`, which are normed."""
+        """The result for `rows` `[n, hidden]`, which are normed already."""
         return by_sigmoid(self.mlp.of(rows), self.gate.times(rows))
 
 
@@ -378,19 +386,20 @@ class SharedExpert:
 class ExpertMlps:
     """A mixture of experts in the place of a layer's MLP, or a rank's part of each expert.
 
-    Probabilities, weights and the sum over a row's experts, in the order of their numbers, are float32, so that a row's
-    result does not depend on which experts others have.
+    Probabilities, shares and sums over a row's experts are float32. Sums are in the order of the experts' numbers. So
+    the result of a row does not depend on the experts of other rows.
     """
 
     router: Tensor
     """float32 `[experts, hidden]`."""
     experts: tuple[GatedMlp, ...]
     used: int
-    """Of a row: those of the highest probability; of equal ones the first."""
+    """How many experts a row uses: those with the highest probabilities; of equal ones, the first."""
     normalised: bool
-    """Whether the weights of a row's experts sum to 1."""
+    """Whether the shares of a row's experts sum to 1."""
     stacked: tuple[QuantisedMatrix, QuantisedMatrix] | None = None
-    """Those of all experts in one, gate and up, and down, where products are with what is chosen of it."""
+    """The matrices of all experts joined into two: gate and up, and down. Kernels multiply a row by its experts in
+    them. `None` if they cannot be joined, or on a CPU."""
     shared: SharedExpert | None = None
 
     @classmethod
@@ -403,7 +412,7 @@ class ExpertMlps:
         normalised: bool,
         shared: SharedExpert | None = None,
     ) -> ExpertMlps:
-        """With what experts hold in one piece, where that can be used."""
+        """A mixture of these experts, whose matrices are joined (see `stacked`) if possible."""
         gate_up, down = (_stacked([one.weights[i] for one in experts]) for i in range(2))
         if gate_up is None or down is None:
             return cls(router, tuple(experts), used, normalised, shared=shared)
@@ -416,12 +425,12 @@ class ExpertMlps:
         return cls(router, parts, used, normalised, (gate_up, down), shared)
 
     def waits(self, dtype: torch.dtype) -> bool:
-        """Whether the host waits in a step in `dtype` for which experts rows have."""
+        """Whether the host must wait in a step in `dtype` until it knows the experts of the rows."""
         return not self._takes_chosen and not self._is_one_call(dtype)
 
     @property
     def weights(self) -> tuple[Weight, ...]:
-        """All matrices, those of every expert included."""
+        """All matrices, including those of every expert."""
         shared = self.shared.weights if self.shared else ()
         if self.stacked:
             return DenseWeight(self.router), *(QuantisedWeight((matrix,)) for matrix in self.stacked), *shared
@@ -438,7 +447,7 @@ class ExpertMlps:
         return total if onto is None else onto.add_(total)
 
     def _sums(self, rows: Tensor, shares: Tensor, of_experts: Tensor, onto: Tensor | None = None) -> Tensor:
-        """The sums of the rows' experts, `[n, hidden]`, which are float32 until they are rounded."""
+        """The sum over each row's experts, `[n, hidden]`: computed in float32, then rounded to the dtype of `rows`."""
         is_step = len(rows) <= STEP_ROWS
         if is_step and self._is_one_call(rows.dtype) and self._described:
             found = quantised_experts(rows, self._described, of_experts, shares, onto=onto)
@@ -449,27 +458,27 @@ class ExpertMlps:
         return total if onto is None else onto.add_(total)
 
     def __getstate__(self) -> dict[str, Any]:
-        """What a copy takes over: no addresses."""
+        """The attributes for copying: all except addresses."""
         return {name: value for name, value in vars(self).items() if name != "_described"}
 
     @cached_property
     def _described(self) -> ctypes.Array[QuantisedCall] | None:
-        """What compiled kernels are told of the experts, where all of them are in few bits."""
+        """The experts for compiled kernels; `None` if not all of their matrices are in few bits."""
         matrices = [one for expert in self.experts for one in expert.in_few_bits if expert.activation == "silu"]
         return described_experts(matrices) if len(matrices) == 3 * len(self.experts) else None
 
     def _is_one_call(self, dtype: torch.dtype) -> bool:
-        """Whether one compiled kernel computes the experts of a step's rows."""
+        """Whether one call of a compiled kernel computes the experts of a step's rows."""
         device = self.router.device
         return on_cpu(device) and steps_make_numbers(device, dtype) and self._described is not None
 
     @property
     def _takes_chosen(self) -> bool:
-        """Whether products are with what is chosen of all experts in one."""
+        """Whether kernels multiply rows by their experts in `stacked`."""
         return self.stacked is not None and takes_chosen(self.router.device)
 
     def _together(self, rows: Tensor, shares: Tensor, of_experts: Tensor) -> Tensor:
-        """See `_sums`; of a step's rows, for which the host does not wait."""
+        """See `_sums`; for the rows of a step. The host does not wait."""
         assert self.stacked is not None
         (gate_up, down), count = self.stacked, len(self.experts)
         of_experts, order = of_experts.sort(dim=1)
@@ -483,7 +492,7 @@ class ExpertMlps:
         return total
 
     def _one_by_one(self, rows: Tensor, shares: Tensor, of_experts: Tensor) -> Tensor:
-        """See `_sums`; of any number of rows, an expert after the other."""
+        """See `_sums`; for any number of rows, one expert after the other."""
         order = of_experts.flatten().argsort(stable=True)  # by expert, then by row
         counts = of_experts.flatten().bincount(minlength=len(self.experts)).tolist()
         of_rows, shares = order // self.used, shares.flatten()[order].unsqueeze(1)
@@ -502,45 +511,49 @@ Mlp = GatedMlp | ExpertMlps
 
 @dataclass(frozen=True)
 class ModelMatrices:
-    """All that a rank holds of a model."""
+    """All weights of a model that a rank holds. Names of matrices of a layer are without the layer's prefix."""
 
     qkv: Matrix
-    """Of each layer with attention to keys and values, as is the next; the names are those within a layer."""
+    """Queries, keys and values of a layer with attention to keys and values."""
     o: Matrix
+    """The output projection of a layer with attention to keys and values."""
     linear: tuple[Matrix, Matrix] | None
-    """Of layers with linear attention: what goes in, and what comes out."""
+    """The input and the output projections of a layer with linear attention."""
     linear_layers: frozenset[int]
+    """The layers with linear attention."""
     mlp: tuple[Matrix, Matrix]
-    """Of each layer, as are the next three: gate and up, and down; of each expert, whose number is in the place of `{}`
-    in names."""
+    """Gate and up, and down, of a layer's MLP or of each of its experts. `{}` in the names stands for the number of the
+    expert."""
     shared: tuple[Matrix, Matrix, Matrix] | None
-    """Of the expert that all rows have, the same, and its gate."""
+    """Gate and up, down, and the gate of the expert that all rows of a layer use."""
     router: Matrix | None
-    """What experts are chosen by, in float32."""
+    """The matrix by which a layer chooses experts, in float32."""
     embedding: Matrix
     head: Matrix | None
-    """`None` where it is the embedding."""
+    """The output head; `None` if it is the embedding."""
     head_rows: int
-    """Of the largest part of the output head; the last ranks' parts may be smaller."""
+    """Rows of the largest part of the output head; the last ranks' parts may be smaller."""
     fusion: Matrix | None
-    """Of a multi-token-prediction head, whose embedding and output head are the model's: what goes into its layer is
-    projected by it."""
+    """The projection before the layer of a multi-token-prediction head. The embedding and the output head of this head
+    are those of the model."""
     experts: Experts | None
     num_layers: int
     norms: int
-    """Numbers of a layer's norms, without those of attention."""
+    """How many numbers the norms of a layer have, without those of attention."""
     attention_norms: int
+    """How many numbers the norms of queries and keys have, in a layer with attention to keys and values."""
     float32_norms: bool
+    """Whether the numbers of norms are float32."""
     vectors: int
-    """Other numbers of a layer with attention to keys and values: those that are added behind its sums over ranks."""
+    """How many other numbers a layer with attention to keys and values has: those added behind its sums over ranks."""
     linear_vectors: tuple[int, int]
-    """Of one with linear attention: in the dtype that is computed in, and in float32."""
+    """How many other numbers a layer with linear attention has: in the dtype of the run, and in float32."""
     quantisation: Quantisation | None
-    """How matrices of layers are stored that are not in the dtype that is computed in."""
+    """How matrices of layers are stored that are not in the dtype of the run."""
 
     @classmethod
     def of(cls, config: ModelConfig, split: Split | None = None) -> ModelMatrices:
-        """Those of a rank's part of the model; of all of it where no part is given."""
+        """The weights of a rank's part of the model; without `split`, those of the whole model."""
         split = split or Split.of(config, ALONE)
         hidden, intermediate, size = config.hidden_size, config.intermediate_size, config.head_dim
         num_queries, num_keys = config.num_heads * size, config.num_kv_heads * size
@@ -584,7 +597,7 @@ class ModelMatrices:
 
     @property
     def mlps(self) -> tuple[tuple[Matrix, Matrix], ...]:
-        """The MLP's, or each expert's."""
+        """The matrices of the MLP, or of each expert of a layer."""
         gate_up, down = self.mlp
         return tuple((gate_up.of_expert(i), down.of_expert(i)) for i in range(self._num_mlps))
 
@@ -594,7 +607,7 @@ class ModelMatrices:
 
     @property
     def numbers(self) -> int:
-        """All of them; of the output head as many rows as the rank with the most has."""
+        """How many numbers all weights have. The output head counts with the rows of its largest part."""
         hidden, router = self.embedding.shape[1], self.router.numbers if self.router else 0
         of_mlps = self._num_mlps * sum(matrix.numbers for matrix in self.mlp)
         of_mlps += sum(matrix.numbers for matrix in self._shared)
@@ -608,8 +621,8 @@ class ModelMatrices:
 
     @property
     def numbers_of_a_row(self) -> int:
-        """Those that a pass multiplies each row by: all but the embedding, of which rows are looked up, and the experts
-        that are not the row's."""
+        """By how many numbers a pass multiplies each row. These are all except the embedding, whose rows are looked up,
+        and the experts that the row does not use."""
         whole = self.numbers - (0 if self.fusion else self.embedding.numbers)
         if self.experts:
             of_expert = sum(matrix.numbers for matrix in self.mlp)
@@ -617,7 +630,7 @@ class ModelMatrices:
         return whole if self.head and not self.fusion else whole + self.head_rows * self.embedding.shape[1]
 
     def num_bytes(self, dtype: torch.dtype) -> int:
-        """What they take in memory."""
+        """The size of all weights in memory, in bytes."""
         if self.fusion:
             return self._layer_bytes(dtype) + self._fusion_bytes(self.fusion, dtype)
         embedding = self._bytes_of(self.embedding, self.embedding.shape[0], dtype)
@@ -625,15 +638,15 @@ class ModelMatrices:
         return self._layer_bytes(dtype) + embedding + head
 
     def embedding_bytes(self, dtype: torch.dtype) -> int:
-        """Of them, what is an embedding and nothing else, which a GPU needs some rows of; 0 where that is the output
-        head too, or another model's."""
+        """The size in bytes of an embedding that is not used as output head, so that a GPU needs only some of its rows.
+        0 if it is also the output head, or belongs to another model."""
         if self.head is None or self.fusion:
             return 0
         return self._bytes_of(self.embedding, self.embedding.shape[0], dtype)
 
     def bytes_of_a_pass(self, dtype: torch.dtype, rows: float = 1) -> int:
-        """What a pass over so many rows reads of them. Which experts they have is not known: as many are counted as
-        there are on average if each row's are any."""
+        """How many bytes of the weights a pass over `rows` rows reads. The experts of the rows are not known: the
+        average number of different experts is counted, as if each row chose its experts at random."""
         share = 1.0
         if self.experts:
             share = 1 - (1 - self.experts.used / self.experts.count) ** rows
@@ -643,11 +656,11 @@ class ModelMatrices:
         return of_layers + self._bytes_of(self.head or self.embedding, self.head_rows, dtype)
 
     def prefix(self, layer: int) -> str:
-        """What the names of a layer's tensors begin with."""
+        """The beginning of the names of a layer's tensors."""
         return f"mtp.layers.{layer}." if self.fusion else layer_prefix(layer)
 
     def of_layer(self, layer: int) -> tuple[Matrix, ...]:
-        """Its matrices, but for the router."""
+        """The matrices of a layer, except the router."""
         return *self.mixer(layer), *(matrix for mlp in self.mlps for matrix in mlp), *self._shared
 
     @property
@@ -655,11 +668,11 @@ class ModelMatrices:
         return self.shared or ()
 
     def mixer(self, layer: int) -> tuple[Matrix, Matrix]:
-        """What goes into a layer's attention, and what comes out of it."""
+        """The input and the output projection of a layer's attention."""
         return self.linear if self.linear and layer in self.linear_layers else (self.qkv, self.o)
 
     def _layer_bytes(self, dtype: torch.dtype, share: float = 1.0) -> int:
-        """Of all layers, of whose MLPs a `share` counts, and of the norm behind them."""
+        """The bytes of all layers and of the norm behind them; only a `share` of the MLPs is counted."""
         router = 4 * self.router.numbers if self.router else 0
         of_norm = 4 if self.float32_norms else dtype.itemsize
         attention = self.attention_norms * of_norm + self.vectors * dtype.itemsize
@@ -674,12 +687,12 @@ class ModelMatrices:
 
     @cached_property
     def _matrix_bytes(self) -> dict[torch.dtype, list[tuple[int, int, int]]]:
-        """What `_count_matrix_bytes` has found so far."""
+        """The results of `_count_matrix_bytes` so far."""
         return {}
 
     def _count_matrix_bytes(self, dtype: torch.dtype) -> Iterator[tuple[int, int, int]]:
-        """Of layers that have as many: how many layers, bytes of a layer's matrices without its MLPs', and of one of
-        these."""
+        """For each kind of layer (see `_alike`): how many layers there are, and the bytes of a layer's matrices without
+        MLPs and of one of its MLPs."""
         for layer, count in self._alike():
             prefix = self.prefix(layer)
             # All experts of a layer are stored alike.
@@ -689,12 +702,13 @@ class ModelMatrices:
             yield count, sum(matrix.num_bytes(dtype, self.quantisation, prefix) for matrix in others), of_mlp
 
     def _fusion_bytes(self, fusion: Matrix, dtype: torch.dtype) -> int:
-        """Of the projection, and the two norms before it."""
+        """The bytes of the projection and of the two norms before it."""
         norms = 2 * self.embedding.shape[1] * (4 if self.float32_norms else dtype.itemsize)
         return fusion.num_bytes(dtype, self.quantisation, "") + norms
 
     def _alike(self) -> list[tuple[int, int]]:
-        """Layers, and how many there are with as many bytes as each, itself included."""
+        """One layer of each kind, and the number of layers of this kind. Layers of a kind have the same size in
+        bytes."""
         if self.quantisation:
             return [(layer, 1) for layer in range(self.num_layers)]
         linear = len(self.linear_layers)
@@ -703,14 +717,14 @@ class ModelMatrices:
         return [*found, (min(self.linear_layers), linear)] if linear else found
 
     def _bytes_of(self, matrix: Matrix, outputs: int, dtype: torch.dtype) -> int:
-        """Of so many outputs of the embedding or the output head."""
+        """The bytes of `outputs` outputs of the embedding or the output head."""
         (one,) = matrix.projections
         if self.quantisation is not None and self.quantisation.covers(one.name):
             return self.quantisation.num_bytes(one.name, outputs, one.inputs)
         return outputs * one.inputs * dtype.itemsize
 
     def expansion_bytes(self, dtype: torch.dtype, *, is_step: bool) -> int:
-        """What the products of a pass take for numbers of a matrix that is stored in fewer bits."""
+        """The bytes that the products of a pass take for expanded numbers of matrices in few bits."""
         if self.quantisation is None:
             return 0
         head = self.head or self.embedding
@@ -728,12 +742,12 @@ class ModelMatrices:
 
 
 def _linear_matrices(linear: LinearAttention, hidden: int, split: Split) -> tuple[Matrix, Matrix]:
-    """See `ModelMatrices.linear`. Outputs of a rank's heads follow one another, whichever projection they are of."""
+    """See `ModelMatrices.linear`. In each projection, the outputs of a rank's heads follow one another."""
     heads, names = split.key_heads, linear.names.inputs
     together, values = linear.value_heads // linear.key_heads, linear.value_heads_of(heads)
 
     def part(name: str, outputs: int, width: int, heads: slice, first: int = 0) -> Projection:
-        """Of a projection, what some heads have, each of them `width` wide and the first one at `first`."""
+        """The part of a projection for some heads. Each head has `width` outputs; head 0 begins at `first`."""
         return Projection(name, outputs, hidden, slice(first + heads.start * width, first + heads.stop * width))
 
     def by_key_head(name: str, width: int) -> Projection:
@@ -757,25 +771,25 @@ def _linear_matrices(linear: LinearAttention, hidden: int, split: Split) -> tupl
 
 
 def _linear_vectors(linear: LinearAttention | None) -> tuple[int, int]:
-    """See `ModelMatrices.linear_vectors`; of a rank's part."""
+    """See `ModelMatrices.linear_vectors`; for a rank's part."""
     if linear is None:
         return 0, 0
     return linear.value_dim, 2 * linear.value_heads + linear.kernel * linear.channels
 
 
 def layer_prefix(index: int) -> str:
-    """What the names of a layer's tensors begin with, but for a multi-token-prediction head's."""
+    """The beginning of the names of a layer's tensors, except in a multi-token-prediction head."""
     return f"model.layers.{index}."
 
 
 def num_parameters(config: ModelConfig) -> int:
-    """Number of a model's weights; a tied output head is not counted again."""
+    """The number of a model's weights; a tied output head is not counted again."""
     return ModelMatrices.of(config).numbers
 
 
 def _stacked(weights: list[Weight]) -> QuantisedMatrix | None:
-    """All of them in one matrix, if they are stored alike; not where a CPU computes, whose products have no use for it
-    and which takes longer for the memory of a copy than for these."""
+    """Joins matrices that are stored in the same way into one; `None` if that is not possible. Not done on a CPU: its
+    products do not need it, and memory for a copy takes more time than the products."""
     matrices = [weight.parts[0] for weight in weights if isinstance(weight, QuantisedWeight) and len(weight.parts) == 1]
     few_bits = [matrix for matrix in matrices if isinstance(matrix, QuantisedMatrix)]
     if len(few_bits) < len(weights) or on_cpu(next(few_bits[0].tensors()).device):
@@ -785,7 +799,7 @@ def _stacked(weights: list[Weight]) -> QuantisedMatrix | None:
 
 
 def _joined(tensors: list[Tensor], dim: int = 0) -> Tensor:
-    """All of them in memory that lasts."""
+    """Joins tensors along `dim`, in memory from `weight_memory`. A single tensor is returned as it is."""
     first = tensors[0]
     if len(tensors) == 1:
         return first

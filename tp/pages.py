@@ -1,8 +1,8 @@
-"""Host memory from the border of a page on, in huge pages where it is large and the system has them.
+"""Host memory that is aligned to pages. Large memory is in huge pages if the system has them.
 
-A system finds the pages of a direct read, or of memory that it locks, one by one: with pages of 2 MiB instead of 4 KiB
-a disk was read into buffers of that size 1.5 times as fast (1.7 against 1.1 GB/s). A processor finds them one by one
-too: attention of 1 to 16 rows to 32,768 keys took 5 to 11 % less time (AMD EPYC, Zen 4).
+A system looks up the pages of a direct read, or of memory that it locks, one by one. With pages of 2 MiB instead of
+4 KiB, a disk was read into buffers of that size 1.5 times as fast (1.7 against 1.1 GB/s). A processor looks up pages
+one by one too: attention of 1 to 16 rows to 32,768 keys took 5 to 11 % less time (AMD EPYC, Zen 4).
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from .units import gib
 HUGE_PAGE = 2**21
 
 _SMALL = 2**16
-"""Bytes from which on memory that lasts has pages of its own."""
+"""From this number of bytes on, memory that lasts has pages of its own."""
 
 
 def aligned_memory(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Uninitialised memory from the border of a page on.
+    """Uninitialised host memory that is aligned to pages.
 
     Raises:
-        CapacityError: the system does not give so much.
+        CapacityError: the system refuses this much memory.
     """
     size = prod(shape) * dtype.itemsize
     if size >= HUGE_PAGE:
@@ -48,17 +48,17 @@ def aligned_memory(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
 
 
 def new_pages(size: int, *, huge: bool = True) -> mmap.mmap:
-    """New memory from the border of a page on, in huge pages where the system has them and they are wanted.
+    """New memory that is aligned to pages; in huge pages if `huge` and if the system has them.
 
     Raises:
-        CapacityError: the system does not give so much.
+        CapacityError: the system refuses this much memory.
     """
     kind = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
     try:
         memory = mmap.mmap(-1, size, **kind)
     except OSError as error:
         raise CapacityError(
-            f"the system gives no {gib(size)} of host memory ({error.strerror}); free some, or shorten the prompt "
+            f"the system refuses {gib(size)} of host memory ({error.strerror}); free some, or shorten the prompt "
             "(--truncate)"
         ) from error
     if huge and hasattr(mmap, "MADV_HUGEPAGE"):
@@ -67,17 +67,19 @@ def new_pages(size: int, *, huge: bool = True) -> mmap.mmap:
 
 
 def _ask_for_huge_pages(memory: mmap.mmap, start: int, size: int) -> None:
-    with suppress(OSError):  # of a system built without them
+    with suppress(OSError):  # the system may have been built without huge pages
         memory.madvise(mmap.MADV_HUGEPAGE, start, size)
 
 
 def lasting_memory(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Uninitialised memory for what lasts: a CPU's has pages of its own where it is not small, so that it parts nothing
-    that comes and goes, and huge ones where it is large. The first of these begins with it: elsewhere a page that
-    something is written to would be taken with twice as much behind it that nothing was.
+    """Uninitialised memory for data that are kept for long.
+
+    On a CPU, it has pages of its own unless it is small, so that it does not fragment the memory for temporary data.
+    Large memory is in huge pages and begins at the start of a huge page. If it began elsewhere, a write would take
+    a huge page with twice as much memory behind it that is not written to.
 
     Raises:
-        CapacityError: the system does not give so much.
+        CapacityError: the system refuses this much memory.
     """
     size = prod(shape) * dtype.itemsize
     if not on_cpu(device) or size < _SMALL:
@@ -86,31 +88,31 @@ def lasting_memory(shape: Sequence[int], dtype: torch.dtype, device: torch.devic
 
 
 def _lasting_pages(size: int) -> tuple[mmap.mmap, int]:
-    """See `lasting_memory`: pages, and where in them it begins."""
+    """Pages for `lasting_memory`, and the offset in them at which the memory begins."""
     huge = size >= HUGE_PAGE and hasattr(mmap, "MADV_HUGEPAGE")
     pages = new_pages(size + HUGE_PAGE if huge else size, huge=False)
     first = -torch.frombuffer(pages, dtype=torch.uint8).data_ptr() % HUGE_PAGE if huge else 0
     if huge:
-        _ask_for_huge_pages(pages, first, size // HUGE_PAGE * HUGE_PAGE)  # not for one that would end behind it
+        _ask_for_huge_pages(pages, first, size // HUGE_PAGE * HUGE_PAGE)  # not for a last page that is not full
     return pages, first
 
 
 def _part(pages: mmap.mmap, first: int, size: int) -> Tensor:
-    """uint8 `[size]` in pages, which it keeps; a storage of its own."""
+    """A tensor uint8 `[size]` in `pages`, with a storage of its own. It keeps the pages alive."""
     return torch.frombuffer(pages, dtype=torch.uint8, count=size, offset=first)
 
 
 _PIECE = 2**25
-"""Bytes of a piece that weights are put into, one after another."""
+"""Bytes of a piece. Weights are put into a piece one after another."""
 
 _MOST_ROOMS = 64
-"""Free ranges that are remembered, the largest ones: a large model has thousands of pieces, and few weights that fit
-into what is left of one."""
+"""Maximum number of free ranges that are remembered; the largest are kept. A large model has thousands of pieces, and
+few of its weights fit into the rest of a piece."""
 
 
 @dataclass(frozen=True)
 class _Room:
-    """Pages of a piece that nothing is in."""
+    """A free range of pages in a piece, from `first` to `stop`."""
 
     piece: weakref.ref[mmap.mmap]
     first: int
@@ -118,24 +120,26 @@ class _Room:
 
     @property
     def size(self) -> int:
-        """Bytes."""
+        """Size in bytes."""
         return self.stop - self.first
 
 
 class _Pieces:
-    """Memory for weights: a processor finds them in few pages, and a system has few pieces to keep account of (Linux
-    has 65,530 at most in a process), where a model has many small matrices. Where some have gone, as those have that a
-    larger one was put together from, others come."""
+    """Memory for weights, in large pieces that many small matrices share.
+
+    So a processor finds the weights in few pages, and the system manages few mappings (Linux allows at most 65,530 in a
+    process). The space of a deleted weight is used again, for example that of matrices that were joined into one.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._rooms: list[_Room] = []  # by size
         self._left: deque[_Room] = (
             deque()
-        )  # where weights have gone since the last `take`: they cannot wait for the lock
+        )  # ranges of weights that were deleted since the last `take`; a finalizer cannot wait for the lock
 
     def take(self, size: int) -> Tensor:
-        """uint8 `[size]`, from the border of a page on."""
+        """A tensor uint8 `[size]` that is aligned to pages."""
         wanted = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
         with self._lock:
             if self._left:
@@ -150,7 +154,7 @@ class _Pieces:
         return torch.from_numpy(held)
 
     def _found(self, wanted: int) -> tuple[_Room, mmap.mmap]:
-        """The smallest room that fits, or that of a new piece."""
+        """Removes and returns the smallest room that is large enough; otherwise the room of a new piece."""
         for place, room in enumerate(self._rooms):
             if room.size >= wanted and (piece := room.piece()):
                 del self._rooms[place]
@@ -160,7 +164,7 @@ class _Pieces:
 
 
 def _joined(rooms: list[_Room]) -> list[_Room]:
-    """By size, neighbours as one; without those of pieces that have gone."""
+    """The rooms sorted by size, with adjacent rooms joined, and without those of deleted pieces."""
     found: list[_Room] = []
     for room in sorted(rooms, key=lambda room: (id(room.piece), room.first)):
         if found and found[-1].piece is room.piece and found[-1].stop == room.first:
@@ -174,8 +178,8 @@ _pieces = _Pieces()
 
 
 def weight_memory(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """`lasting_memory` for weights, which a model has many of; on a CPU neighbours share pieces, which go when all in
-    them have.
+    """`lasting_memory` for the many weights of a model. On a CPU, several weights share a piece of memory. A piece is
+    freed when all its weights are deleted.
 
     Raises:
         CapacityError: see `lasting_memory`.
@@ -187,7 +191,7 @@ def weight_memory(shape: Sequence[int], dtype: torch.dtype, device: torch.device
 
 
 def lasting(tensor: Tensor, device: torch.device | None = None, dtype: torch.dtype | None = None) -> Tensor:
-    """A contiguous copy in `weight_memory`, on another device or in another `dtype` if these are given."""
+    """A contiguous copy of `tensor` in `weight_memory`, on `device` and in `dtype` if these are given."""
     device, dtype = device or tensor.device, dtype or tensor.dtype
     if on_cpu(device):
         return weight_memory(tensor.shape, dtype, device).copy_(tensor)

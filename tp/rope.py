@@ -15,27 +15,27 @@ Angles = tuple[Tensor, Tensor]
 """Cosines and signed sines of `n` positions, each `[n, rotated dimensions]`, float32."""
 
 RopeRows = tuple[Tensor, ...]
-"""Those of `n` positions for each kind of layer, one behind the other: see `Rope.angles`."""
+"""The `Angles` of `n` positions for each kind of layer, as one flat tuple: see `Rope.angles`."""
 
 
 _PIECE = 65536
-"""Positions whose angles are computed together, which bounds the memory that takes beside the table itself."""
+"""Positions whose angles are computed together. Limits the memory that this takes besides the table itself."""
 
 
 def rope_bytes(config: ModelConfig, positions: int) -> int:
-    """Bytes of the tables for so many positions."""
+    """Bytes of the tables for `positions` positions."""
     return 2 * 4 * config.rotated * positions * len(config.ropes)
 
 
 class Rope:
-    """Rotates queries and keys by position, with tables of cosines and sines that grow with the positions in use: one,
-    or where layers with sliding windows are rotated otherwise, one for the others and one for them.
+    """Rotates queries and keys by position, with tables of cosines and sines that grow with the positions in use.
 
-    Angles and the rotation itself are float32 whatever the model's dtype; the result has the input's dtype.
+    There is one pair of tables. If layers with sliding windows are rotated differently, there is a second pair for
+    them. Angles and the rotation itself are float32, whatever the model's dtype; the result has the input's dtype.
 
-    With dynamic scaling a token's rotation depends on the length of the sequence when the token is added: all tokens of
-    a prompt are added together, later ones one by one. `begin` sets the prompt's length, from which the rotation at
-    every position follows, however many tokens are drafted and however many a pass has.
+    With dynamic scaling, the rotation of a token depends on the length of the sequence when the token is added. All
+    tokens of a prompt count as added together, later tokens one by one. `begin` sets the length of the prompt. Then
+    the rotation at every position is fixed, whatever the number of draft tokens and the size of passes.
     """
 
     def __init__(self, config: ModelConfig, device: torch.device) -> None:
@@ -47,8 +47,8 @@ class Rope:
         self._forget()
 
     def begin(self, prompt_length: int) -> bool:
-        """Sets the number of tokens of the prompt; returns whether that changes rotations, so that keys rotated before
-        must not be used again, which only dynamic scaling can cause."""
+        """Sets the number of tokens of the prompt. Returns whether this changes rotations: then keys that were rotated
+        before must not be used again. This only happens with dynamic scaling."""
         changes = self.changes_with(prompt_length)
         self._prompt_length = prompt_length
         if not changes:
@@ -64,18 +64,18 @@ class Rope:
 
     @property
     def _positions(self) -> int:
-        """Those in the tables."""
+        """The number of positions in the tables."""
         return self._tables[0][0].shape[0]
 
     def changes_with(self, prompt_length: int) -> bool:
-        """Whether a prompt of this length would be rotated otherwise than the one that was begun with."""
+        """Whether a prompt of this length would be rotated differently from the prompt of the last `begin`."""
         config = self._kinds[0]
         lengths = (max(length, config.original_positions) for length in (prompt_length, self._prompt_length))
         return config.type == "dynamic" and len(set(lengths)) > 1
 
     def reserve(self, positions: int) -> None:
-        """Extends the tables to all positions below `positions`; after a call for the whole context they grow no
-        more."""
+        """Extends the tables to all positions below `positions`. After a call for the whole context, they do not grow
+        any more."""
         if positions <= self._positions:
             return
         lengths = torch.arange(1, positions + 1)
@@ -88,8 +88,8 @@ class Rope:
             self._tables[kind] = cos, sin
 
     def _fill(self, config: RopeConfig, first: int, lengths: Tensor, cos: Tensor, sin: Tensor) -> None:
-        """Writes rows `[n, rotated dimensions]` of a table, from position `first` on; for `lengths` see
-        `inverse_frequencies`."""
+        """Writes rows `[n, rotated dimensions]` of a pair of tables, from position `first` on. `lengths`: see
+        `RopeConfig.inverse_frequencies`."""
         frequencies = config.inverse_frequencies(self._width, lengths).to(self._device)
         positions = torch.arange(first, first + len(lengths), device=self._device)
         angles = positions.float().unsqueeze(1) * frequencies  # [n, rotated dimensions / 2]
@@ -101,29 +101,31 @@ class Rope:
         torch.neg(sin[:, half:], out=sin[:, :half])
 
     def held(self) -> Iterator[tuple[str, Tensor]]:
-        """The tables, as the part `rope` of what a run holds."""
+        """Yields the tables, each with the name `rope` under which the memory of a run is listed."""
         yield from (("rope", table) for both in self._tables for table in both)
 
     def rows(self, start: int, n: int) -> RopeRows:
-        """The tables' rows for positions `start`, `start + 1`, ..."""
+        """The rows of all tables for the `n` positions from `start` on."""
         self._reach(start + n)
         return tuple(table[start : start + n] for both in self._tables for table in both)
 
     def _reach(self, stop: int) -> None:
-        """Has rows for all positions below `stop`."""
+        """Extends the tables to at least all positions below `stop`."""
         if stop > self._positions:
             self.reserve(max(stop, 2 * self._positions))
 
     def rotate(self, layer: int, x: Tensor, start: int | RopeRows, out: Tensor | None = None) -> Tensor:
-        """Rotates `x` `[heads, n, head_dim]` of a layer, whose rows have the positions `start`, `start + 1`, ..., into
-        `out` if given.
+        """Rotates `x` `[heads, n, head_dim]` of a layer, whose rows have the positions `start`, `start + 1`, ...
 
-        `start` may also be the tables' rows for these positions, where the host does not know the positions.
+        Args:
+            layer: the number of the layer.
+            start: the first position; or, if the host does not know the positions, the rows of the tables for them.
+            out: see `kernels.rotate`.
         """
         return rotate(x, *self.angles(layer, start, x.shape[1]), out)
 
     def angles(self, layer: int, start: int | RopeRows, n: int) -> Angles:
-        """What `rotate` turns `n` rows of a layer by."""
+        """The angles by which `rotate` rotates `n` rows of a layer."""
         kind = self._kind_of[layer]
         if not isinstance(start, int):
             return start[2 * kind], start[2 * kind + 1]
@@ -132,7 +134,7 @@ class Rope:
         return cos[start : start + n], sin[start : start + n]
 
     def rotate_to(self, layer: int, x: Tensor, position: int) -> Tensor:
-        """Rotates every row of `x` `[heads, n, head_dim]` of a layer to the one `position`."""
+        """Rotates all rows of `x` `[heads, n, head_dim]` of a layer as if each had the position `position`."""
         self.reserve(position + 1)
         cos, sin = self._tables[self._kind_of[layer]]
         return rotate(x, cos[position], sin[position])

@@ -1,4 +1,4 @@
-"""Numbers of bytes, as people write and read them. Imports nothing heavy: it works in a broken installation too."""
+"""Formats and reads numbers of bytes. Imports nothing heavy, so it also works in a broken installation."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def parse_size(text: str) -> int:
     """The bytes of a size such as `500MB`, `20 GB` (powers of 1,000) or `8GiB` (powers of 1,024).
 
     Raises:
-        ValueError: it is none.
+        ValueError: `text` is not a size.
     """
     found = re.fullmatch(r"(\d+(?:\.\d*)?)\s*(?:([KMGT])(i?))?B?", text.strip(), re.IGNORECASE)
     if not found:

@@ -1,1 +1,1 @@
-"""The command line: what the user types and sees. It knows tokenizers, terminals and files; the engine knows none."""
+"""The command line. It deals with tokenizers, terminals and files, which the engine does not know."""

@@ -19,7 +19,7 @@ from .terminal.streams import abandon, print_note
 
 
 def main() -> None:
-    """The process: runs its arguments and exits with the code of `run`."""
+    """The entry point of the process: runs its arguments, and exits with the code of `run`."""
     # A closed stream is None, and writing to it would fail, or go to the other one.
     sys.stdout = sys.stdout or open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
     sys.stderr = sys.stderr or open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
@@ -45,8 +45,9 @@ def run(arguments: Sequence[str], signals: Signals | None = None) -> int:
     """Runs a command and returns its exit code: 0 done, 1 failed, 2 wrong usage, 130 interrupted (143 by SIGTERM, 129
     by SIGHUP).
 
-    Args: `signals` are the process's. Without them the command handles signals itself, and puts back the handlers that
-    it finds.
+    Args:
+        signals: those of the process. Without them, the command handles signals itself, and restores the handlers
+            afterwards.
 
     Raises:
         Stop: a signal came after everything was written.
@@ -96,7 +97,7 @@ def _run(arguments: list[str], signals: Signals) -> int:
 
 
 def _left_to_launcher(error: Exception) -> bool:
-    """Whether the launcher reports `error`: it knows the first error of all ranks, and only rank 0 prints."""
+    """Whether the launcher reports `error`. The launcher knows the first error of all ranks, and only rank 0 prints."""
     try:
         place = Place.from_environment()
     except TriforceError:
@@ -111,7 +112,7 @@ def _print_traceback() -> None:
 
 
 def _usage_message(error: Exception) -> str | None:
-    """The message of an error of the option parser, `None` for any other."""
+    """The message of an error of the option parser; `None` for any other error."""
     format_message = getattr(error, "format_message", None)
     if format_message is None:
         return None
@@ -128,7 +129,7 @@ def _one_line(error: Exception) -> str:
 
 
 def _flushed(code: int) -> int:
-    """Flushes stdout; a reader that went away is no error here, and the interpreter must not complain about it."""
+    """Flushes stdout. It is not an error if the reader has ended, and the interpreter must not report it."""
     try:
         sys.stdout.flush()
     except BrokenPipeError:

@@ -1,4 +1,4 @@
-"""What a subcommand knows of the process it runs in."""
+"""The data about the process that a subcommand runs in."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from .terminal.stopping import Signals
 
 @dataclass(frozen=True)
 class Call:
-    """The arguments of this process, with which it can be started again, and its signals."""
+    """The arguments of this process, with which it can be started again, and the handling of its signals."""
 
     arguments: list[str]
     signals: Signals
 
     @property
     def command(self) -> str:
-        """As it was typed."""
+        """The command as it was typed."""
         return shlex.join(["triforce", *self.arguments])

@@ -34,7 +34,7 @@ from .serve.options import ServeOptions
 
 
 class _BareJson(TyperCommand):
-    """A command whose `--json` may come without a path, as it did once; it then means stdout."""
+    """A command whose `--json` may have no path; it then means stdout. This is an older form."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         given = list(args)
@@ -45,7 +45,7 @@ class _BareJson(TyperCommand):
 
 
 def _renamed(**names: str) -> dict[str, Any]:
-    """Settings of a command that still takes options by older names: `old_name="new-name"`."""
+    """The settings of a command that also accepts options by older names: `old_name="new-name"`."""
     by_old = {old.replace("_", "-"): new for old, new in names.items()}
     return {"token_normalize_func": lambda name: by_old.get(name, name)}
 

@@ -143,9 +143,10 @@ def describe(store: ContextStore, name: str) -> dict[str, Any]:
 
 
 def show_list(described: list[dict[str, Any]], store: ContextStore, console: Console | None = None) -> None:
-    """Prints the contexts of `describe_all` as a table, and what they take on the disk.
+    """Prints the contexts of `describe_all` as a table, and their size on the disk.
 
-    Args: `console` is where to print; default: stdout.
+    Args:
+        console: the console to print to; default: stdout.
     """
     from rich.console import Console
 
@@ -160,7 +161,7 @@ def show_list(described: list[dict[str, Any]], store: ContextStore, console: Con
 
 
 def _column(title: str, cell: Callable[[dict[str, Any]], str], left: bool = False, damaged: str = "-") -> Column:
-    """A column of the list; `damaged` is what stands in it for a context that cannot be read."""
+    """A column of the list. `damaged` is its text for a context that cannot be read."""
     return Column(title, lambda one: damaged if "damaged" in one else cell(one), left)
 
 
@@ -200,7 +201,7 @@ def _local_time(seconds: float) -> str:
 
 
 class _ListByDefault(TyperGroup):
-    """A group of commands that runs `list` where none is named."""
+    """A group of commands that runs `list` if no command is named."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         named = args and (args[0] in self.commands or args[0] in ("-h", "--help") or not args[0].startswith("-"))

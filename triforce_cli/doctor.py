@@ -60,17 +60,18 @@ class Findings:
     cuda: list[dict[str, Any]] = field(default_factory=list)
     memory: dict[str, int] = field(default_factory=dict)
     process_bytes: dict[str, int] = field(default_factory=dict)
-    """What plans count of a process that computes on the CPU besides its run (`ProcessMemory`), without a GPU."""
+    """The bytes that plans count, without a GPU, for a process that computes on the CPU, in addition to its run
+    (`ProcessMemory`)."""
     page_locking: dict[str, float] | None = None
     """How many bytes of host memory were tested (`tried_bytes`), how many of them the system locked (`locked_bytes`),
     and the `seconds` that took; `None` without a GPU."""
     compiled_kernels: str | None = None
     """The instruction set that they use; `None` without them."""
     arithmetic: int | None = None
-    """The number that stands for their order of arithmetic; `None` without them."""
+    """The number of their arithmetic; `None` without them."""
     few_bits: dict[str, str] = field(default_factory=dict)
-    """How weights in few bits are multiplied here, in words: by `formats` which are read, by `cpu` and `gpu` how a step
-    multiplies; the last where there is one."""
+    """How weights in few bits are multiplied here, in words. `formats`: the supported formats; `cpu` and `gpu`: how a
+    step multiplies. `gpu` is only present if there is a GPU."""
     embedded_pair: bool = False
     """Whether the embedded pair of models loads."""
     broken: list[str] = field(default_factory=list)

@@ -1,5 +1,5 @@
-"""What `bench` and `compare` share: options, the model and text to measure, the order of runs, words, tables, and how
-results are written. A measurement is one JSON document, from which its table is made.
+"""Code that `bench` and `compare` share: options, the model and text to measure, the order of runs, descriptions,
+tables, and how results are written. A measurement is one JSON document, from which its table is made.
 
 Nothing heavy is imported at the top: commands check their options first.
 """
@@ -55,15 +55,20 @@ class MeasuringOptions(TextOptions):
 
 
 def check_sequences(number: int) -> None:
-    """Raises:
-    UsageError: more sequences than are decoded together.
+    """Checks a number of sequences.
+
+    Raises:
+        UsageError: there are more sequences than can be decoded together.
     """
     if number > MOST_SEQUENCES:
         raise UsageError(f"--batch is {number}, but at most {MOST_SEQUENCES} sequences are decoded together; lower it")
 
 
 def check_single_process(reason: str) -> None:
-    """Args: `reason` is why there must be one process only, as the beginning of a message.
+    """Checks that this process is not one of several ranks.
+
+    Args:
+        reason: the reason why there must be only one process, as the beginning of a message.
 
     Raises:
         UsageError: this process is one of several ranks.
@@ -79,18 +84,18 @@ class Subject(NamedTuple):
     source: Source
     target: Path
     draft: Path | None
-    """Directories."""
+    """The directory of the draft; `target` is that of the target."""
     config: ModelConfig
-    """Of the target, as is the tokenizer."""
+    """That of the target; so is the tokenizer."""
     tokenizer: Tokenizer
 
 
 @contextmanager
 def subject_of(options: MeasuringOptions, call: Call) -> Iterator[Subject]:
-    """Finds what is to be measured, downloading it if need be. Within the block signals wait.
+    """Finds the models and the text to measure. Downloads them if necessary. Signals wait within the context.
 
     Raises:
-        TriforceError: there is no such model or text, or target and draft do not fit each other.
+        TriforceError: a model or the text does not exist, or target and draft do not fit together.
     """
     from .session.source import read_source
 
@@ -103,17 +108,18 @@ def subject_of(options: MeasuringOptions, call: Call) -> Iterator[Subject]:
 
 
 def questions_about(text: Sequence[int], count: int) -> list[list[int]]:
-    """A question for each of `count` sequences about one text: `QUESTION_TOKENS` tokens from another place of it.
+    """A question about one text for each of `count` sequences: `QUESTION_TOKENS` tokens from different places of it.
 
-    Args: `text` has more tokens than a question.
+    Args:
+        text: has more tokens than a question.
     """
     places = [i * (len(text) - QUESTION_TOKENS) // count for i in range(count)]
     return [list(text[place : place + QUESTION_TOKENS]) for place in places]
 
 
 def in_turns(kinds: Sequence[T], repeats: int) -> Iterator[tuple[int, T]]:
-    """Each kind of run once a repeat, with the number of the repeat, from 0. The order rotates from one repeat to the
-    next, so that no kind is always the first."""
+    """Yields each kind of run once for each repeat, with the number of the repeat, from 0. The order rotates from one
+    repeat to the next, so that no kind is always the first."""
     for repeat in range(repeats):
         first = repeat % len(kinds)
         for kind in (*kinds[first:], *kinds[:first]):
@@ -157,7 +163,7 @@ def machine(device: str, device_name: str, world_size: int, threads: int) -> dic
 
 
 def machine_in_words(machine: dict[str, Any]) -> str:
-    """Args: `machine` is the `machine` of a document."""
+    """Describes the `machine` of a document."""
     ranks = machine["world_size"]
     if machine["device"] == "cpu":
         threads = f"{machine['threads']} thread{'s' if machine['threads'] > 1 else ''}"
@@ -166,9 +172,10 @@ def machine_in_words(machine: dict[str, Any]) -> str:
 
 
 def sampling_in_words(sampling: dict[str, Any]) -> str:
-    """The temperature and the filters that are not off.
+    """Describes the temperature, and the filters that are not off.
 
-    Args: `sampling` is that of a document, see `Sampling.filters`; documents of older versions have fewer filters.
+    Args:
+        sampling: that of a document, see `Sampling.filters`. Documents of older versions have fewer filters.
     """
     if sampling["temperature"] == 0:
         return "greedy"
@@ -185,12 +192,13 @@ def written_after(
     report: Callable[[Console, dict[str, Any]], None],
     *others: Callable[[dict[str, Any]], None],
 ) -> Iterator[None]:
-    """Writes a measurement after the block that measures; if it was interrupted or failed, what was measured before.
+    """Writes a measurement at the end of the context that measures. If it was interrupted or failed, the results before
+    are written.
 
     Args:
-        document: the JSON, given whether the measurement was interrupted; `None` if nothing was measured.
-        report: prints the table: to stdout, or to stderr where stdout is the JSON's.
-        others: write it in further forms.
+        document: returns the JSON, and gets whether the measurement was interrupted; `None` if nothing was measured.
+        report: prints the table: to stdout, or to stderr if the JSON goes to stdout.
+        others: functions that write the results in other forms.
     """
     try:
         yield
@@ -206,7 +214,8 @@ def _publish(
     report: Callable[[Console, dict[str, Any]], None],
     *others: Callable[[dict[str, Any]], None],
 ) -> None:
-    """Writes each form even if another cannot be written, and the table last: a reader that closes its pipe ends it."""
+    """Writes each form even if another cannot be written. The table is last, because a reader that closes its pipe ends
+    the process."""
     if document is None:
         return
     with ExitStack() as last_first:

@@ -22,22 +22,22 @@ class ModelRow:
     summary: str
     target: str
     draft: str
-    """Names of models on the hub, or directories, as is `target`."""
+    """The name of the draft on the hub, or its directory; `target` likewise."""
     downloaded: dict[str, bool]
-    """By `target` and `draft`: whether all its files are on this machine."""
+    """For `target` and `draft`, whether all files of the model are on this machine."""
     context: int | None = None
     weight_bytes: int | None = None
-    """Of target and draft, in the target's own number format."""
+    """Bytes of the weights of target and draft, in the target's own dtype."""
     weights: str | None = None
-    """How the target's are stored, where that is in few bits."""
+    """How the target's weights are stored, if they are in few bits."""
     kv_bytes: int | None = None
-    """Of a full cache that holds the whole context."""
+    """Bytes of a full cache with the whole context."""
     fits: bool | None = None
     """Whether a run over the whole context fits in the memory available now, on the device that it would use."""
     fitting_tokens: int | None = None
-    """About how many tokens of context would fit; 0 if the weights alone do not."""
+    """The approximate number of tokens of context that would fit; 0 if the weights alone do not fit."""
     missing: str | None = None
-    """Why it cannot be used on this machine, other than that it is not downloaded."""
+    """The reason why the preset cannot be used on this machine, apart from not being downloaded."""
 
 
 def models(options: ReportOptions, call: Call) -> None:
@@ -90,7 +90,7 @@ def _downloaded(row: ModelRow) -> str:
 
 
 def describe(preset: Preset) -> ModelRow:
-    """What `preset` needs, as planned from its shape, and which of its models are on this machine."""
+    """The memory that `preset` needs, planned from its shape, and which of its models are on this machine."""
     from ..offload.planning.memory import plan_here
     from ..offload.planning.request import RunRequest
     from ..offload.planning.run_plan import largest_context

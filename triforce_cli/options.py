@@ -1,8 +1,8 @@
-"""Options as fields of dataclasses: a command states its options once, as the dataclass that it is called with.
+"""Options as fields of dataclasses. A command declares its options once, as the dataclass that it is called with.
 
-A field's annotation says type, help and group; its default is the option's. A field can also be a dataclass that the
-engine takes, annotated with the options that its own fields are. `RunOptions` has what the commands that run an engine
-share.
+The annotation of a field has the type, the help and the group of the option; its default is that of the option. A field
+can also be a dataclass of the engine, annotated with the options for its own fields. `RunOptions` has the options that
+all commands with an engine share.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ MEASURING, PROMPT, MACHINE, SAMPLING, OUTPUT = "Measuring", "Prompt", "Model and
 SPECULATION = "Speculation (auto: chosen for this machine, and adapted during the run)"
 HARDWARE, ASSUMED, SERVING = "Hardware", "Assumed", "Serving"
 _GROUPS = (MEASURING, SERVING, PROMPT, MACHINE, HARDWARE, SAMPLING, SPECULATION, ASSUMED, OUTPUT)
-"""As `--help` shows them."""
+"""The groups, in the order of `--help`."""
 
 Options = TypeVar("Options")
 
 
 def option(group: str, kind: Kind, help: str, *names: str) -> Any:
-    """An option with a value, named after its field where it has no `names`."""
+    """An option with a value. Without `names`, it has the name of its field."""
     parser: dict[str, Any] = {"parser": kind.parse} if kind.parse else {}
     return typer.Option(
         *names, metavar=kind.metavar, help=help, autocompletion=kind.complete, rich_help_panel=group, **parser
@@ -59,17 +59,17 @@ def option(group: str, kind: Kind, help: str, *names: str) -> Any:
 
 
 def argument(metavar: str, help: str) -> Any:
-    """A value that stands without an option's name."""
+    """An argument: a value without the name of an option."""
     return typer.Argument(metavar=metavar, help=help, show_default=False)
 
 
 def flag(name: str, group: str, help: str) -> Any:
-    """A switch; without `--no-` unless `name` has it."""
+    """A switch. It has a `--no-` form only if `name` includes it."""
     return typer.Option(name, help=help, rich_help_panel=group)
 
 
 def command(options_type: type[Options], function: Callable[[Options, Call], None]) -> Callable[..., None]:
-    """`function` as the option parser wants it: a parameter for each option of `options_type`."""
+    """`function` in the form that the option parser needs: with a parameter for each option of `options_type`."""
     declared = sorted(_declared(options_type), key=lambda one: _place(one.info))
 
     def call(parser_context: typer.Context, **given: Any) -> None:
@@ -108,11 +108,11 @@ class _Declared(NamedTuple):
     """An option of a command."""
 
     part: str | None
-    """The field that is a dataclass with this option; `None` where the option is a field itself."""
+    """The field that is a dataclass with this option; `None` if the option is a field itself."""
     name: str
     type: Any
     info: Any
-    """What `option`, `flag` or `argument` gave."""
+    """The result of `option`, `flag` or `argument`."""
     default: Any
 
     def value(self, options: Any) -> Any:
@@ -135,12 +135,12 @@ def _declared(options_type: Any) -> Iterator[_Declared]:
 
 
 def _place(info: Any) -> int:
-    """Where `--help` shows an option; arguments come before all."""
+    """The place of an option in `--help`. Arguments come first."""
     return _GROUPS.index(info.rich_help_panel) if info.rich_help_panel else -1
 
 
 class EngineOptions(Protocol):
-    """What an engine is loaded with; see `Engine.load`."""
+    """The options with which an engine is loaded; see `Engine.load`."""
 
     @property
     def model(self) -> str: ...
@@ -160,7 +160,7 @@ class EngineOptions(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class ReportOptions:
-    """What every command can be asked for."""
+    """The options of every command."""
 
     json: Annotated[
         Path | None,
@@ -220,7 +220,7 @@ SAMPLING_OPTIONS = {
         "the text cannot be reproduced.",
     ),
 }
-"""Every field of `Sampling`."""
+"""The options for all fields of `Sampling`."""
 
 SETTINGS_OPTIONS = {
     "threads": option(
@@ -298,19 +298,19 @@ SETTINGS_OPTIONS = {
         "cache.",
     ),
 }
-"""Fields of `Settings` (of which --draft says `lookup`)."""
+"""The options for the fields of `Settings`, except `lookup`, which --draft sets."""
 
 WITHOUT_TIERS = {name: one for name, one in SETTINGS_OPTIONS.items() if name != "tiers"}
 
 
 def some_settings(*names: str) -> dict[str, Any]:
-    """The options of these settings."""
+    """The options for these settings."""
     return {name: SETTINGS_OPTIONS[name] for name in names}
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelOptions(ReportOptions):
-    """What every command can be asked for that plans or runs a model; `None` is `auto`, or not given."""
+    """The options of all commands that plan or run a model. `None` is `auto`, or not given."""
 
     model: Annotated[str, TARGET] = EMBEDDED
     draft: Annotated[
@@ -331,7 +331,7 @@ class ModelOptions(ReportOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions(ModelOptions):
-    """What every command can be asked for that runs a model on texts."""
+    """The options of all commands that run a model on texts."""
 
     device: Annotated[str, DEVICE] = "auto"
     settings: Annotated[Settings, SETTINGS_OPTIONS] = Settings()  # noqa: RUF009 - frozen
@@ -339,13 +339,13 @@ class RunOptions(ModelOptions):
 
     @property
     def wanted_draft(self) -> str | None:
-        """The draft to look for: none where fewer than three tiers run."""
+        """The draft to look for: none if fewer than three tiers run."""
         return self.draft if self.settings.tiers == 3 else "none"
 
 
 @dataclass(frozen=True, kw_only=True)
 class TextOptions(RunOptions):
-    """What the commands can be asked for that run a model on one text."""
+    """The options of the commands that run a model on one text."""
 
     prompt_file: Annotated[
         Path | None,
@@ -360,14 +360,14 @@ class TextOptions(RunOptions):
 
 
 def new_tokens(least: int, help: str) -> Any:
-    """`--max-new-tokens`."""
+    """The option `--max-new-tokens`."""
     return option(SAMPLING, whole(least), help)
 
 
 @dataclass(frozen=True, kw_only=True)
 class AnsweringOptions(RunOptions):
-    """What the commands can be asked for that answer requests in OpenAI's form. Sampling options, lengths and the
-    context are for requests that do not say."""
+    """The options of the commands that answer requests in OpenAI's format. Sampling options, lengths and the context
+    apply to requests that do not have these fields."""
 
     context: Annotated[str | None, CONTEXT] = None
     template_args: Annotated[list[Any] | None, TEMPLATE_ARG] = None

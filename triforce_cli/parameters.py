@@ -20,7 +20,7 @@ from ..tp.weights.registry import PRESETS
 
 
 class InvalidValue(typer.BadParameter):
-    """A value that its option cannot take; the option parser adds which option it is."""
+    """A value that its option cannot take. The option parser adds the name of the option."""
 
     def __init__(self, value: object, possible: str) -> None:
         super().__init__(f"is {value!r}; it is {possible}")
@@ -31,25 +31,25 @@ class InvalidValue(typer.BadParameter):
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of values. Where the parser gives `None` for a word (`auto`), `None` is the option's default too."""
+    """A kind of values. If its parser returns `None` for a word (`auto`), `None` is also the option's default."""
 
     metavar: str
     parse: Callable[[str], Any] | None = None
-    """Gives the value; raises `InvalidValue`. `None` leaves it to the parameter's type."""
+    """Returns the value, or raises `InvalidValue`. `None`: the type of the parameter is used."""
     complete: Callable[[str], list[str]] | None = None
 
 
 class Numbers(tuple[Any, ...]):
-    """Numbers of one option, which were separated by commas."""
+    """The numbers of one option, which are separated by commas."""
 
 
 def words(*possible: str) -> Callable[[str], list[str]]:
-    """Completes one of these words."""
+    """A function that completes one of these words."""
     return lambda incomplete: [word for word in possible if word.startswith(incomplete)]
 
 
 def choice(*possible: str) -> Kind:
-    """One of these words; whole numbers among them become numbers."""
+    """A kind with these words; words that are whole numbers become numbers."""
 
     def parse(value: str) -> str | int:
         if str(value) not in possible:
@@ -62,7 +62,8 @@ def choice(*possible: str) -> Kind:
 def _number(
     metavar: str, possible: str, convert: Callable[[str], Any], fits: Callable[[Any], bool], *, auto: bool = False
 ) -> Kind:
-    """Numbers that `convert` reads and `fits` accepts; with `auto` also that word, which gives `None`."""
+    """A kind with the numbers that `convert` reads and `fits` accepts. With `auto`, that word is also allowed, and
+    becomes `None`."""
 
     def parse(value: str) -> Any:
         if auto and value == "auto":
@@ -79,12 +80,12 @@ def _number(
 
 
 def whole(least: int, metavar: str = "N") -> Kind:
-    """Whole numbers from `least`."""
+    """A kind with whole numbers from `least` on."""
     return _number(metavar, f"a whole number from {least}", int, lambda number: number >= least)
 
 
 def real(metavar: str) -> Kind:
-    """Any number: whoever takes it checks the range."""
+    """A kind with any number. The code that uses the number checks its range."""
     return _number(metavar, "a number", float, lambda number: True)
 
 
@@ -99,7 +100,8 @@ MINUTES = _number("MIN", "a number of minutes above 0", float, lambda x: 0 < x <
 
 
 def whole_numbers(least: int, most: float = inf, *, auto: bool = False) -> Kind:
-    """Whole numbers separated by commas: ascending, each once; with `auto`, that word too."""
+    """A kind with whole numbers that are separated by commas. They become ascending, without duplicates. With `auto`,
+    that word is also allowed."""
     possible = f"whole numbers from {least}, separated by commas" if most == inf else (
         f"whole numbers separated by commas; each is {', '.join(map(str, range(least, int(most))))} or {most}"
     )  # fmt: skip
@@ -123,7 +125,7 @@ CHANCES = _number(
 
 
 def complete_model(incomplete: str) -> list[str]:
-    """Presets and directories that begin with what is typed."""
+    """The presets and directories that begin with the typed text."""
     typed = Path(incomplete).expanduser()
     parent, start = (typed, "") if incomplete.endswith("/") else (typed.parent, typed.name)
     shown = incomplete[: len(incomplete) - len(start)]
@@ -136,7 +138,7 @@ def complete_model(incomplete: str) -> list[str]:
 
 
 def complete_context(incomplete: str) -> list[str]:
-    """Saved contexts that begin with what is typed."""
+    """The saved contexts that begin with the typed text."""
     from ..offload.contexts.home import user_store
     from ..tp.errors import TriforceError
 
@@ -146,7 +148,7 @@ def complete_context(incomplete: str) -> list[str]:
 
 
 def _key_and_value(given: str | tuple[str, Any]) -> tuple[str, Any]:
-    """The value is what it is as JSON, else a text."""
+    """Splits a key and a value. The value is read as JSON; if it is not JSON, it is a text."""
     if isinstance(given, tuple):
         return given
     key, equals, value = given.partition("=")

@@ -1,4 +1,4 @@
-"""Several ranks of one command: they are started, or follow rank 0, which does the work of the command."""
+"""Several ranks of one command: starts the ranks, or lets a rank follow rank 0, which does the work of the command."""
 
 from __future__ import annotations
 
@@ -17,15 +17,17 @@ from .terminal.streams import print_note
 
 
 def starts_or_follows(options: EngineOptions, call: Call, *, goes_on: bool = False) -> bool:
-    """Runs the command as a rank above 0, where this process is one, and returns `True` once that is done, so that the
-    caller returns too. On rank 0, or with one process, it returns `False`, and the command goes on. Signals are for
-    rank 0 alone, which ends a run where all ranks are between two rounds, and then the others.
+    """If this process is a rank above 0, runs the command as this rank, and returns `True` afterwards, so that the
+    caller returns too. On rank 0, or with one process, returns `False`, and the command continues.
 
-    Args: `goes_on` is whether the command makes several runs in one process, also after one that did not fit.
+    Signals go only to rank 0. It ends a run when all ranks are between two rounds, and then the other ranks.
+
+    Args:
+        goes_on: whether the command makes several runs in one process, even after a run that did not fit.
 
     Raises:
         typer.Exit: this process has started the ranks, and they have ended.
-        TriforceError: they cannot be started, or one failed.
+        TriforceError: the ranks cannot be started, or a rank failed.
     """
     place = Place.from_environment()
     if place is None and options.gpus > 1:

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from ..offload.contexts.model import ModelContexts
 
 SETTINGS = "threads", "pack", "host_memory", "resident", "rope_scaling"
-"""Those that reading a text has."""
+"""The settings that `triforce read` has as options."""
 
 EPILOG = """[bold]Examples[/]
 
@@ -76,7 +76,7 @@ class ReadOptions(ReportOptions):
 
     @property
     def draft(self) -> str | None:
-        """Reading needs no draft."""
+        """Always `None`, because reading a text needs no draft."""
         return "none"
 
     @property
@@ -110,7 +110,7 @@ def read(options: ReadOptions, call: Call) -> None:
 
 
 def _default_name(file: Path) -> str:
-    """A name for a context that begins with `file`: the file's, with what cannot be in a name left out."""
+    """A name for a context whose text is in `file`: the name of the file, without characters that are not allowed."""
     stem = file.stem if str(file) != "-" else "stdin"
     kept = "".join(letter if letter.isalnum() or letter in " .+@=-_" else "-" for letter in stem).lstrip(" .+@=-")
     return kept[:100].rstrip() or "text"
@@ -120,8 +120,8 @@ def _read(options: ReadOptions, name: str, text: str, directory: Path, json_file
     """Reads `text` with the model in `directory` and saves it as the context `name`.
 
     Raises:
-        TriforceError: it cannot be read or saved.
-        Stop: it was interrupted; whole segments are saved.
+        TriforceError: the text cannot be read or saved.
+        Stop: this was interrupted; complete segments are saved.
     """
     from ..offload.checks import check_context
     from ..offload.contexts.model import ContextRequest
@@ -177,7 +177,7 @@ def _read(options: ReadOptions, name: str, text: str, directory: Path, json_file
 
 
 def _report_start(engine: Engine, contexts: ModelContexts, name: str, token_ids: list[int], missing: int) -> None:
-    """Prints what will be read and written, and about how long it takes."""
+    """Prints how much will be read and written, and approximately how long it takes."""
     from ..offload.contexts.estimate import reading_seconds
 
     tokens = len(token_ids)
@@ -194,7 +194,7 @@ def _duration(seconds: float) -> str:
 
 
 def _model_options(options: ReadOptions) -> str:
-    """The options by which `triforce generate` finds the same model."""
+    """The options with which `triforce generate` uses the same model."""
     model = f" --model {options.model}" if options.model != type(options).model else ""
     scaling = options.settings.rope_scaling
     model += f" --rope-scaling {scaling}" if scaling else ""

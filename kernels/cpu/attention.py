@@ -1,7 +1,7 @@
 """Attention by the compiled CPU kernels (`source/attention`), which `attend` and `attend_blocks` call.
 
-A row's result is the same, bit by bit, however many rows come with it, however many threads there are, and whether its
-keys lie in one place or come in blocks of whole splits (256 keys, `SPLIT` of attention.h).
+The result of a row is the same, bit by bit, however many other rows and however many threads there are. It is also the
+same whether the keys are in one tensor or in blocks of whole splits (256 keys, `SPLIT` of attention.h).
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ _NO_WINDOW = 1 << 60
 """A window that hides no key."""
 
 TILE = 64
-"""Keys that are processed together; a block of keys must be a multiple. `TILE` of attention.h."""
+"""Keys that are processed together. The size of a block of keys must be a multiple. `TILE` of attention.h."""
 
 
 @functools.cache
 def compiled_attention(dtype: torch.dtype, head_dim: int) -> bool:
-    """Whether this processor has the kernels, and they support such heads."""
+    """Whether there are kernels for this processor, and they support this dtype and head size."""
     return dtype in _TYPES and head_dim % 32 == 0 and head_dim <= 256 and cpu_level() > Level.NONE
 
 
@@ -55,13 +55,14 @@ def attend_compiled(
     m: int | None = None,
     level: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """See `attend`. Keys and values may also be blocks, `[num_blocks, num_kv_heads, block_size, head_dim]` with
-    `block_size` a multiple of `TILE`; the first `m` keys count.
+    """`attend` with the compiled kernels. Keys and values may also be blocks, `[num_blocks, num_kv_heads, block_size,
+    head_dim]` with `block_size` a multiple of `TILE`.
 
     Args:
-        diagonal: a tensor is of one int64, and read when the kernel runs.
+        diagonal: see `attend`; a tensor has one int64.
         mass: contiguous float32; see `sums_mass`.
-        level: the instructions to use, at most `cpu_level()`, which is the default.
+        m: how many keys are used, from the first; default: all.
+        level: the level to use, at most `cpu_level()`, which is the default.
 
     Raises:
         MemoryError: no memory for the temporaries.
@@ -94,7 +95,7 @@ _NO_MEMORY = "no memory for the temporaries of attention of {} rows to {} keys"
 
 
 def _call_for(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float) -> AttentionCall:
-    """A call with these: all keys count, and all rows see them."""
+    """The arguments of a call with these tensors, in which all rows see all keys."""
     num_heads, n, head_dim = q.shape
     call = AttentionCall()
     if k.dim() == 4:
@@ -121,7 +122,7 @@ def _call_for(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: 
 
 @dataclass(frozen=True, slots=True)
 class StepRows:
-    """Where the rows of a step are in each layer: what attention is given, and what it gives."""
+    """The memory for the rows of a step, which every layer uses: inputs and outputs of attention."""
 
     q: Tensor
     """Rotated queries `[num_heads, n, head_dim]`."""
@@ -130,13 +131,13 @@ class StepRows:
     v: Tensor
     """Values, as `k`."""
     out: Tensor
-    """Results, as `q`."""
+    """Outputs, as `q`."""
     lse: Tensor
     """Memory for their log-sum-exps, `[num_heads * n]` float32."""
 
     @classmethod
     def like(cls, q: Tensor, k: Tensor, before: StepRows | None = None) -> StepRows:
-        """Memory for rows like these: that of rows `before`, if they are alike, or new."""
+        """Memory for rows with these shapes and dtype: that of `before` if it has them, or new memory."""
         if before and (before.q.shape, before.k.shape, before.q.dtype) == (q.shape, k.shape, q.dtype):
             return before
 
@@ -153,25 +154,27 @@ class StepRows:
 
 @dataclass(slots=True)
 class Piece:
-    """Some rows of a pass, and keys that they attend to."""
+    """Some rows of a pass, and the keys that they attend to."""
 
     rows: slice
     blocks: Tensor
     """`[num_blocks, 2, num_kv_heads, block_size, head_dim]`, keys and values of a cache."""
     first: int
-    """The first key, counted from the cache's first: a block's first, unless all keys are in one block."""
+    """The first key, counted from the first key of the cache. It is the first key of a block, unless all keys are in
+    one block."""
     m: int
     """The number of keys."""
     diagonal: int
     """See `attend`, counted from `first`."""
     window: int | None = None
+    """See `attend`."""
     mass: Tensor | None = None
-    """Of all these rows, see `attend`; contiguous float32, see `sums_mass`."""
+    """See `attend`, for all these rows; contiguous float32, see `sums_mass`."""
 
 
 @dataclass(slots=True)
 class StepPiece:
-    """Some rows of a step, and keys of a cache that they attend to."""
+    """Some rows of a step, and the keys of a cache that they attend to."""
 
     rows: slice
     cache: int
@@ -186,9 +189,12 @@ class StepPiece:
 
 class PreparedStep:
     """Writes the keys and values of a step's rows into the caches of one or several sequences, and attends to pieces of
-    these caches, for one layer after another: a layer's caches are at addresses of their own, and all else is as in the
-    layer before. What the kernels are asked is made up once, and from step to step only where tokens are (`aim`): it
-    takes Python longer than most pieces take them."""
+    these caches, for one layer after another.
+
+    Only the addresses of the caches differ between layers. The arguments of the kernels are prepared once. From step to
+    step, only the positions of tokens are changed (`aim`). Preparing the arguments in Python takes longer than most
+    pieces take in the kernels.
+    """
 
     def __init__(
         self,
@@ -201,15 +207,14 @@ class PreparedStep:
         made_for: object,
     ) -> None:
         """Args:
-        rows: of the layer that comes next, or came last.
-        caches: keys and values of some layer, both `[num_kv_heads, room, head_dim]`, or in blocks
+        rows: the memory for the rows of each layer.
+        caches: keys and values of any layer, both `[num_kv_heads, room, head_dim]`, or in blocks
             `[num_blocks, num_kv_heads, block_size, head_dim]`.
-        calls: pieces of these caches; each item is of one call of the kernel, in which no two have a row in common.
-            Later ones go on from earlier ones.
-        written: the number of a cache, where in it the keys and values of some rows belong, all into one block, and
-            these rows.
-        window: see `attend`; of all pieces.
-        made_for: what says whether it can be used again.
+        calls: pieces of these caches. Each item has the pieces of one call of the kernel; no two of these share a row.
+            Later calls continue from the results of earlier calls.
+        written: for some rows that all go into one block: the number of the cache, the position in it, and these rows.
+        scale, window: see `attend`; for all pieces.
+        made_for: compared with that of a later step, to decide whether this object can be used again.
         """
         self.made_for = made_for
         kernels = loaded()
@@ -229,7 +234,7 @@ class PreparedStep:
         made = (AttentionCall * len(pieces))(*self._calls(pieces, caches, scale, window))
         tables = [np.array(numbers, dtype=np.int64) for numbers in (copies, places, [len(some) for some in calls])]
         self._copies, self._places, self._groups = tables  # the kernel is given their addresses
-        # A call's numbers, of which the scale is none.
+        # The 64-bit integers of a call; the scale is a float and is not accessed through this view.
         self._numbers = np.frombuffer(memoryview(made), dtype=np.int64).reshape(len(pieces), -1)
         at = [table.ctypes.data for table in tables]
         asked = (at[0], len(copies), made, at[1], at[2], len(calls))
@@ -252,7 +257,11 @@ class PreparedStep:
             yield call
 
     def aim(self, calls: Sequence[Sequence[StepPiece]], written: Sequence[tuple[int, int, slice]]) -> None:
-        """Says where the tokens of the next step are, of the same rows and caches as those it was made for."""
+        """Sets the positions of the next step, whose rows and caches are the same except for positions.
+
+        Args:
+            calls, written: as in `__init__`.
+        """
         pieces = [piece for some in calls for piece in some]
         self._copies[:, _INTO] = [
             layout.offset(start) for number, start, _ in written for layout in self._caches[number]
@@ -262,9 +271,10 @@ class PreparedStep:
         self._numbers[:, _AIMED] = [(piece.m, piece.diagonal, threads()) for piece in pieces]
 
     def __call__(self, addresses: Sequence[int]) -> None:
-        """Takes the rows into a layer's caches, and attends to these.
+        """Writes the keys and values of the rows into a layer's caches, and attends to these caches.
 
-        Args: `addresses` of the layer's caches: of the first one's keys and values, of the second one's, and so on.
+        Args:
+            addresses: those of the layer's caches: keys and values of the first cache, of the second cache, and so on.
 
         Raises:
             MemoryError: no memory for the temporaries.
@@ -274,20 +284,20 @@ class PreparedStep:
             raise MemoryError(_NO_MEMORY.format(self.rows.q.shape[1], self._numbers[:, _AIMED[0]].max()))
 
     def tensors(self) -> tuple[Tensor, ...]:
-        """What it keeps."""
+        """The tensors that this object keeps."""
         return *self.rows.tensors(), *(() if self._running is None else (self._running,))
 
 
 _INTO = 4
-"""The place in `StepCopy` of where in a cache rows are copied to."""
+"""The index of the field of `StepCopy` with the offset in the cache to which rows are copied."""
 
 _AIMED = [[named[0] for named in AttentionCall._fields_].index(name) for name in ("m", "diagonal", "threads")]
-"""The places in a call of what differs from step to step."""
+"""The indices of the fields of a call that differ from step to step."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
-    """Where the tokens of keys or values are, as `PreparedStep` has them. Bytes."""
+    """Where the tokens are in the keys or the values of a cache of `PreparedStep`. Strides are in bytes."""
 
     block: int
     token: int
@@ -299,7 +309,7 @@ class _Layout:
         return cls(cache.stride(0) * size if cache.dim() == 4 else 0, cache.stride(-2) * size, cache.shape[-2])
 
     def offset(self, token: int) -> int:
-        """From the beginning of a layer's to those of a token."""
+        """The offset of a token from the beginning of a layer's keys or values, in bytes."""
         block, token = divmod(token, self.block_size)
         return block * self.block + token * self.token
 
@@ -307,14 +317,14 @@ class _Layout:
 def attend_compiled_pieces(
     q: Tensor, pieces: Sequence[Piece], *, scale: float, running: Tensor, out: Tensor
 ) -> list[Tensor]:
-    """`attend_compiled` for several pieces in one call: each is one thread's, unless one is more than a
-    thread's share of the work.
+    """`attend_compiled` for several pieces in one call. A single thread computes each piece, unless a piece is more
+    than a thread's share of the work.
 
     Args:
         q: `[num_heads, n, head_dim]`, the rows of all pieces.
-        pieces: no two of them have a row in common.
-        running: of `q`, see `attend`; the rows of these pieces are brought up to date.
-        out: as `q`, of its dtype or float32; the rows of these pieces are written.
+        pieces: no two of them share a row.
+        running: that of the rows of `q`, see `attend`; the rows of these pieces are updated.
+        out: shape of `q`, its dtype or float32; the rows of these pieces are written.
 
     Returns:
         The log-sum-exp of the rows of each piece over all keys so far, `[num_heads, rows]`.
@@ -354,7 +364,8 @@ def attend_compiled_pieces(
 
 
 def sums_mass(mass: Tensor, m: int) -> bool:
-    """Whether `attend_compiled` can write `mass` of `m` keys: contiguous float32, of chunks that divide a tile."""
+    """Whether `attend_compiled` can write `mass` for `m` keys: it must be contiguous float32, and the chunk size must
+    divide `TILE`."""
     return (
         mass.dtype == torch.float32 and mass.is_contiguous() and mass.shape[2] > 0 and TILE % (m // mass.shape[2]) == 0
     )

@@ -1,4 +1,5 @@
-"""Calls of compiled kernels, which who captures a pass wants to know of: PyTorch does not see them."""
+"""Calls of compiled kernels. PyTorch does not see these calls, so they are reported to the code that captures a
+pass."""
 
 from __future__ import annotations
 
@@ -11,13 +12,13 @@ from typing import Any
 import torch
 
 Note = Callable[[Callable[[], Any]], None]
-"""Is handed what repeats a call, on the same memory."""
+"""Receives a function that repeats a call, on the same memory."""
 
 _note: ContextVar[Note | None] = ContextVar("note", default=None)
 
 
 def call(kernel: Callable[..., Any], *args: Any) -> Any:
-    """`kernel(*args)`, noted where that is wanted."""
+    """Calls `kernel(*args)`, and reports the call inside `noting`."""
     note = _note.get()
     if note is not None:
         note(functools.partial(kernel, *args))
@@ -25,14 +26,15 @@ def call(kernel: Callable[..., Any], *args: Any) -> Any:
 
 
 def threads() -> int:
-    """The threads to ask a kernel for: PyTorch's number, or where calls are noted 0, OpenMP's number when the kernel
-    runs: there may be others when a call is repeated."""
+    """The number of threads to request from a kernel: that of PyTorch. Inside `noting`, 0: the number that OpenMP has
+    when the kernel runs, because it may be different when the call is repeated."""
     return torch.get_num_threads() if _note.get() is None else 0
 
 
 @contextmanager
 def noting(note: Note) -> Iterator[None]:
-    """Within, in this thread, calls are noted. Addresses in them are good as long as the memory is kept."""
+    """Within the context, `note` receives the calls of this thread. Addresses in them are valid as long as the memory
+    is kept."""
     token = _note.set(note)
     try:
         yield

@@ -1,7 +1,8 @@
-"""The compiled CPU kernels: loading them, the arguments of their functions, and what the processor supports.
+"""The compiled CPU kernels: loads them, declares the arguments of their functions, and finds what the processor
+supports.
 
-They are optional: built at installation where there is a C compiler, and used where the processor supports them. Plain
-PyTorch computes the same without them, with sums in another order.
+They are optional: built at installation where there is a C compiler, and used where the processor supports them.
+Without them, plain PyTorch computes the same, with sums in another order.
 """
 
 from __future__ import annotations
@@ -21,15 +22,15 @@ class Level(IntEnum):
     """Instruction sets, each including those before it; the enumeration of cpu.h."""
 
     NONE = 0
-    """Packing and numbers of quantised matrices, in instructions that every processor has."""
+    """Packing and the expansion of quantised matrices, with instructions that every processor has."""
     AVX2 = 1
     """Attention, the delta rule, packing and sampling."""
     AVX512 = 2
-    """Attention and packing, sampling as on the level before."""
+    """Attention and packing; sampling as on AVX2."""
     AVX512_BF16 = 3
     """AVX-512 with bfloat16 dot products: attention, packing, projections, MLP and rotation; sampling as on AVX2."""
     AMX = 4
-    """Matrix tiles for attention and products in bfloat16, all else as on the level before."""
+    """Matrix tiles for attention and products in bfloat16; everything else as on AVX512_BF16."""
 
 
 _DESCRIPTIONS = {
@@ -40,8 +41,8 @@ _DESCRIPTIONS = {
 }
 
 _ARITHMETIC = {Level.NONE: 0, Level.AVX2: 1, Level.AVX512: 2, Level.AVX512_BF16: 10, Level.AMX: 11}
-"""The number of each level's arithmetic. Where the kernels of a level change what they round, the level gets a number
-that no level ever had; 3 to 9 are used up."""
+"""The number of each level's arithmetic. If a change of the kernels of a level changes how they round, the level gets a
+number that no level has ever had. 3 to 9 are used up."""
 
 
 class AttentionCall(ctypes.Structure):
@@ -81,7 +82,7 @@ class PackingCall(ctypes.Structure):
 
 
 class QuantisedCall(ctypes.Structure):
-    """A matrix in few bits: `Quantised` of cpu.h, field by field."""
+    """A quantised matrix: `Quantised` of cpu.h, field by field."""
 
     _fields_ = tuple(
         (name, ctypes.c_int64)
@@ -116,9 +117,10 @@ class MassPartCall(ctypes.Structure):
 
 @functools.cache
 def loaded() -> ctypes.CDLL | None:
-    """The loaded kernels, whichever of them this processor supports; `None` where they were not built.
+    """The loaded library of kernels; `None` if it was not built. It may contain kernels that this processor does not
+    support.
 
-    PyTorch must have been imported before: the kernels then use the same OpenMP library and its threads.
+    PyTorch must be imported first. Then the kernels use the same OpenMP library and its threads.
     """
     folder = Path(__file__).parent
     built = next((path for suffix in EXTENSION_SUFFIXES if (path := folder / f"_compiled{suffix}").exists()), None)
@@ -129,8 +131,8 @@ def load_library(path: Path, abi: int = _ABI, call_size: int = ctypes.sizeof(Att
     """Loads a built library and declares the arguments of its functions.
 
     Returns:
-        `None` if it cannot be loaded, or was built from other sources: its version is not `abi`, or its structure of
-        arguments does not have `call_size` bytes.
+        The library. `None` if it cannot be loaded, or was built from other sources: its version is not `abi`, or its
+        structure of arguments does not have `call_size` bytes.
     """
     try:
         kernels = ctypes.CDLL(str(path))
@@ -144,7 +146,7 @@ def load_library(path: Path, abi: int = _ABI, call_size: int = ctypes.sizeof(Att
 
 
 def _declare(kernels: ctypes.CDLL) -> None:
-    """Argument types of the functions in cpu.h."""
+    """Declares the argument types of the functions in cpu.h."""
     pointer, count, real, flag = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int
     kernels.triforce_attend.argtypes = [ctypes.POINTER(AttentionCall), count]
     kernels.triforce_take_step.argtypes = [*(pointer, pointer, count, pointer, pointer, pointer, count, pointer, count)]
@@ -191,18 +193,20 @@ def _declare(kernels: ctypes.CDLL) -> None:
 
 @functools.cache
 def supported_level() -> Level:
-    """The highest level that this processor supports; `Level.NONE` where the kernels were not built."""
+    """The highest level that this processor and the built kernels support; `Level.NONE` if the kernels were not
+    built."""
     kernels = loaded()
     return Level.NONE if kernels is None else Level(kernels.triforce_cpu_level())
 
 
 @functools.cache
 def cpu_level() -> Level:
-    """The level that the kernels use: the highest supported one, or the lower one that `TRIFORCE_CPU_LEVEL` names. It
-    limits these kernels, not PyTorch's own operations. Asked for once in a process.
+    """The level that the kernels use: the highest supported level, or the lower level that `TRIFORCE_CPU_LEVEL` names.
+
+    The variable limits these kernels, not PyTorch's own operations. It is read once in a process.
 
     Raises:
-        ValueError: the variable names no level, or one that is not supported here.
+        ValueError: the variable does not name a level, or names a level that is not supported here.
     """
     asked, supported = os.environ.get("TRIFORCE_CPU_LEVEL", ""), supported_level()
     if not asked:
@@ -210,16 +214,13 @@ def cpu_level() -> Level:
     level = next((one for one in Level if one.name.lower() == asked), None)
     if level is None or level > supported:
         usable = ", ".join(one.name.lower() for one in Level if one <= supported)
-        problem = (
-            "which is no level" if level is None else "which is more than the processor and the built kernels have"
-        )
+        problem = "which is no level" if level is None else "which the processor or the built kernels do not support"
         raise ValueError(f"TRIFORCE_CPU_LEVEL is {asked!r}, {problem}; here it can be: {usable}")
     return level
 
 
 def instructions() -> str | None:
-    """The instruction set that the kernels use here, in words; `None` where they were not built or support none of the
-    processor's.
+    """The instruction set that the kernels use here, in words; `None` if the level is `Level.NONE` (see `cpu_level`).
 
     Raises:
         ValueError: see `cpu_level`.
@@ -228,9 +229,11 @@ def instructions() -> str | None:
 
 
 def arithmetic(device: str = "cpu") -> int | None:
-    """The number of the arithmetic that a type of device computes with here. With one number the compiled kernels round
-    alike; PyTorch's own operations may round otherwise on another processor. Between two numbers bits may differ. 0 is
-    PyTorch without compiled kernels; `None` is anything but a CPU, whose arithmetic has no number.
+    """The number of the arithmetic that a type of device (`cpu`, `cuda`) uses here.
+
+    With the same number, the compiled kernels round in the same way, but PyTorch's own operations may round differently
+    on another processor. With different numbers, bits may differ. 0 is PyTorch without compiled kernels. Devices other
+    than a CPU have no number: `None`.
 
     Raises:
         ValueError: see `cpu_level`.

@@ -1,5 +1,5 @@
-"""The attention that chunks got, summed by the compiled CPU kernels (`source/mass.c`): one call where PyTorch takes a
-dozen operations for each of many sequences and layers."""
+"""Sums the attention that chunks received with the compiled CPU kernels (`source/mass.c`). This is one call; PyTorch
+takes a dozen operations for each of many sequences and layers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .library import Level, MassPartCall, cpu_level, loaded
 
 
 def adds_mass_compiled(shares: Tensor) -> bool:
-    """Whether the compiled kernels take such shares."""
+    """Whether the compiled kernels accept these shares."""
     return (
         shares.device.type == "cpu"
         and shares.dtype == torch.float32
@@ -27,14 +27,16 @@ def adds_mass_compiled(shares: Tensor) -> bool:
 def add_mass_compiled(
     mean: Tensor, parts: Sequence[tuple[int, Tensor, Tensor]], lse: Tensor, kept: int, weight: float
 ) -> None:
-    """Adds to `mean` `[num_kv_heads, max_chunks]`, float32 and contiguous, what the rows of a pass gave to chunks, in
-    the mean over rows and the query heads of a KV head. NaN counts as 0, infinities as the largest numbers.
+    """Adds to `mean` the attention that the rows of a pass gave to chunks: the mean over rows and over the query heads
+    of a KV head. NaN counts as 0, infinities as the largest numbers.
 
     Args:
-        parts: the first chunk, shares `[num_heads, rows, chunks]`, and `[num_heads, rows]` log-sum-exps of what these
-            are shares of.
-        lse: of each row over all keys.
-        kept: of chunks before this one what was there counts with 1 - `weight`, of others not at all.
+        mean: `[num_kv_heads, max_chunks]`, float32 and contiguous, updated.
+        parts: each has the index of its first chunk, shares `[num_heads, rows, chunks]` of the attention to some keys,
+            and log-sum-exps `[num_heads, rows]` over these keys.
+        lse: `[num_heads, rows]`, over all keys.
+        kept: for chunks before this index, the earlier value counts with 1 - `weight`; for the others, not at all.
+        weight: that of the attention of this pass.
     """
     num_heads, rows, _ = parts[0][1].shape
     calls = (MassPartCall * len(parts))()

@@ -1,5 +1,5 @@
-"""Distributions and draws by the compiled CPU kernels (`source/sampling.c`), one call each where PyTorch takes three to
-twenty operations of few numbers. The functions of `offload.speculation` that call them say what they compute."""
+"""Distributions and draws with the compiled CPU kernels (`source/sampling.c`). Each is one call; PyTorch takes three to
+twenty operations on few numbers. The functions of `offload.speculation` that call them describe what they compute."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from .calls import threads
 from .library import Level, cpu_level, loaded
 
 _LARGE = 2**16
-"""Numbers from which on rows are divided among threads."""
+"""From this number of elements on, rows are divided among threads."""
 
 
 def samples_compiled(rows: Tensor) -> bool:
-    """Whether the compiled kernels take these logits or weights `[n, vocab]`."""
+    """Whether the compiled kernels accept these logits or weights `[n, vocab]`."""
     return (
         rows.device.type == "cpu"
         and rows.dtype == torch.float32
@@ -31,7 +31,7 @@ def samples_compiled(rows: Tensor) -> bool:
 def distribution_compiled(
     logits: Tensor, temperature: float, top_k: int, top_p: float, min_p: float, out: Tensor | None = None
 ) -> Tensor:
-    """See `distribution.distribution`; a temperature of 0 is greedy. `out` has its rows one after another.
+    """See `distribution.distribution`; a temperature of 0 is greedy. `out` is contiguous.
 
     Raises:
         MemoryError: no memory for the temporaries.
@@ -52,14 +52,17 @@ def certainties_compiled(logits: Tensor, tokens: Tensor) -> Tensor:
 
 
 def likeliest_compiled(weights: Tensor) -> Tensor:
-    """The first of the largest of each row, -1 where one is NaN."""
+    """The index of the largest weight of each row, the first of equal ones; -1 if a weight of the row is NaN."""
     return _of_each_row("triforce_likeliest", weights)
 
 
 def pick_compiled(weights: Tensor, shares: Tensor) -> Tensor:
-    """The first token of each row with which the sum of weights is more than so much of the whole.
+    """The first token of each row at which the cumulative sum of weights exceeds a share of the total; -1 if there is
+    none.
 
-    Args: `shares`: `[n, 1]` float64, below 1.
+    Args:
+        weights: `[n, vocab]`.
+        shares: `[n, 1]` float64, below 1.
     """
     return _of_each_row("triforce_pick", weights, shares)
 
@@ -70,7 +73,7 @@ def gumbel_max_compiled(weights: Tensor, keys: Tensor) -> Tensor:
 
 
 def _of_each_row(kernel: str, rows: Tensor, *by: Tensor) -> Tensor:
-    """The number that a kernel gives for each row: `[n]` int64."""
+    """The number that a kernel computes for each row: `[n]` int64."""
     rows, by = rows.contiguous(), tuple(one.contiguous() for one in by)
     found = torch.empty(rows.shape[0], dtype=torch.int64)
     addresses = (one.data_ptr() for one in (*by, found))

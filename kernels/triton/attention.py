@@ -4,13 +4,13 @@ The method is FlashDecoding: each program attends one tile of query rows to one 
 merges the splits. The query heads that share a key/value head are in the same tile, so that keys and values are read
 once for all of them.
 
-The bits of a row depend on that row and on the keys it sees alone. Splits and tiles have fixed sizes, counted from the
-first key of a call, and are merged one after another, so neither other rows nor keys that no row sees change anything.
-A split's result is relative to a peak that is a whole power of two, so that relating it to a higher one is exact:
-keys may come in several calls too, if each begins at a multiple of `KEYS_PER_SPLIT`.
+The bits of a row depend only on that row and on the keys that it sees. Splits and tiles have fixed sizes, counted from
+the first key of a call, and are merged one after another. So neither other rows nor keys that no row sees change
+anything. The result of a split is relative to a peak that is a whole power of two, so it can be related to a higher
+peak without rounding. Therefore keys may come in several calls, if each call begins at a multiple of `KEYS_PER_SPLIT`.
 
-Scores and sums are float32; 16-bit probabilities are rounded to the values' dtype before they are multiplied, as flash
-kernels do. Nothing here waits for the GPU, so a call can be captured in a CUDA graph.
+Scores and sums are float32. Probabilities are rounded to the dtype of 16-bit values before they are multiplied, as
+flash kernels do. Nothing here waits for the GPU, so a call can be captured in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ LARGEST_HEAD_DIM = 256
 """Larger heads would not fit in shared memory with these tiles."""
 
 _MOST_SPLITS = 65535
-"""Programs in the last dimension of a launch at most (CUDA)."""
+"""Maximum number of programs in the last dimension of a launch (CUDA)."""
 
 _EMPTY: tl.constexpr = tl.constexpr(EMPTY)
 
@@ -56,10 +56,10 @@ def attend_triton(
         k, v: `[num_kv_heads, m, head_dim]`, of the same dtype.
         diagonal, window: as in `attend`. A tensor is read by the kernel when it runs, so that a captured CUDA graph
             uses its value at the time of the replay.
-        split: whether to split the keys, which is faster for a few rows; many rows fill the GPU without, and their
-            partial results would be large. A row's bits are not the same with and without.
+        split: whether to split the keys. This is faster for few rows. Many rows fill the GPU without splits, and their
+            partial results would be large. The bits of a row differ with and without splits.
         running: as in `attend`: `[num_heads, n, head_dim + 16]`, float32, contiguous. Its peaks are in powers of two.
-        most_parts: bytes of partial results at most; longer calls are several launches.
+        most_parts: maximum number of bytes of partial results; longer calls are several launches.
 
     Returns:
         `out` `[num_heads, n, head_dim]` and `lse` `[num_heads, n]`, both float32.
@@ -151,7 +151,8 @@ def power_of_two(x: int) -> int:
 def splits_to_launch(
     m: int, diagonal: int | Tensor, window: int | None, keys_per_split: int, floats_per_split: int, most_parts: int
 ) -> tuple[int, int, int]:
-    """The first split that any row may see, the one behind the last (at least one), and how many to launch at once."""
+    """The first split that a row may see, the end of the splits (there is at least one), and how many splits to launch
+    at once."""
     lowest = diagonal - window + 1 if isinstance(diagonal, int) and window is not None else 0
     stop = max(1, ceil_div(m, keys_per_split))
     first = min(max(0, lowest) // keys_per_split, stop - 1)
@@ -159,10 +160,10 @@ def splits_to_launch(
 
 
 def tile_sizes(group: int, head_dim: int, dtype: torch.dtype) -> tuple[int, int, int]:
-    """Rows, keys and dimensions of a tile, powers of two and at least 16 as tensor cores require.
+    """The numbers of rows, keys and dimensions of a tile: powers of two, and at least 16 as tensor cores require.
 
-    A row tile takes 16 tokens of up to four query heads each. Larger tiles than these spill registers when they are
-    compiled for sm_80 to sm_120 (`docs/gpu-results.md`); float32, which has no exact tensor cores, spills first.
+    A tile of rows has 16 tokens of up to four query heads each. Larger tiles spill registers when they are compiled for
+    sm_80 to sm_120 (`docs/gpu-results.md`). float32, which has no exact tensor cores, spills first.
     """
     tile_dim = max(16, power_of_two(head_dim))
     if dtype == torch.float32:
@@ -171,8 +172,8 @@ def tile_sizes(group: int, head_dim: int, dtype: torch.dtype) -> tuple[int, int,
 
 
 def warps_of(tile_rows: int, tile_keys: int, tile_dim: int) -> int:
-    """Warps of a program of `_attend_kernel`. With four, the largest scores and results take all registers there are,
-    or more."""
+    """The number of warps of a program of `_attend_kernel`. With four warps, the largest scores and results take all
+    registers, or more."""
     return 8 if tile_rows * max(tile_keys, tile_dim) >= 8192 else 4
 
 

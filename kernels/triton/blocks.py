@@ -1,7 +1,7 @@
-"""Matrices in ggml's formats of blocks on NVIDIA GPUs, in Triton: the sums of products of few rows, whose numbers are
-made in the tile (see `quantised.py`), and the numbers themselves.
+"""Matrices in ggml's block formats on NVIDIA GPUs, in Triton: products with few rows, which expand the numbers of the
+matrix in the tile (see `quantised.py`), and the expansion of a matrix.
 
-A program goes through blocks in order. The layout of a block is compiled in.
+A program goes through blocks in order. The layout of a block is a compile-time constant.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ if TYPE_CHECKING:
     from ..quantised import BlockForm, BlockMatrix, Choice
 
 OUTPUTS = 64
-"""Of a program."""
+"""The number of outputs of a program."""
 EXPANDED_INPUTS = 256
-"""Of a program that writes numbers."""
+"""The number of inputs of a program that expands a matrix."""
 
 NUM_WARPS = 4
 Q5_K_REGISTERS = 128
-"""Of a thread at most: left to itself the assembler takes fewer for Q5_K and spills some."""
+"""The maximum number of registers of a thread. By default, the assembler takes fewer for Q5_K and spills some."""
 
 _EIGHT_BITS: tl.constexpr = tl.constexpr(1)
 _ONE_AND_LEAST: tl.constexpr = tl.constexpr(2)
 _SIX_BITS_AND_LEAST: tl.constexpr = tl.constexpr(3)
 _SCALES = {"Q5_0": 0, "Q6_K": 1, "Q4_1": 2, "Q5_1": 2, "Q4_K": 3, "Q5_K": 3}
-"""How blocks hold scales: 0 one float16; 1 one, at byte 208 of Q6_K, times eight bits of each run, from byte 192 on; 2
-one and a least number; 3 both times six bits of each run."""
+"""How blocks store scales. 0: one float16. 1: one float16, at byte 208 of Q6_K, times eight bits for each run, from
+byte 192 on. 2: one float16 for the scale and one for `least`. 3: both, times six bits for each run."""
 
 
 def block_sums(x: Tensor, matrix: BlockMatrix, choice: Choice | None = None) -> Tensor:
@@ -57,8 +57,8 @@ def expand_blocks_triton(matrix: BlockMatrix, out: Tensor) -> None:
 
 
 def _described(matrix: BlockMatrix, outputs: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """What both kernels are told of a matrix, or of those with so many `outputs` that it consists of: the first
-    arguments, and what they are compiled for."""
+    """The arguments of both kernels for a matrix, or for matrices with `outputs` outputs that are joined in it: the
+    first arguments, and the compile-time constants."""
     inputs, held = matrix.shape[1], matrix.blocks
     wide = held.view(torch.float16 if _SCALES[matrix.form] < _SIX_BITS_AND_LEAST.value else torch.int32)
     constants = constants_of(matrix.form, matrix.layout, whole=outputs % OUTPUTS == 0)
@@ -66,7 +66,13 @@ def _described(matrix: BlockMatrix, outputs: int) -> tuple[tuple[Any, ...], dict
 
 
 def constants_of(form: str, of: BlockForm, *, whole: bool) -> dict[str, Any]:
-    """What kernels are compiled for. Args: `whole` says that the outputs are a multiple of `OUTPUTS`."""
+    """The compile-time constants of the kernels.
+
+    Args:
+        form: the format.
+        of: its layout.
+        whole: whether the number of outputs is a multiple of `OUTPUTS`.
+    """
     high_start, high_bits, high_run = (0, 0, 1) if of.high is None else (of.high.start, of.high.bits, of.high.run)
     constants = {"IN_BLOCK": of.inputs, "BYTES": of.bytes, "RUN": of.run, "SCALES": _SCALES[form], "ZERO": of.zero}
     constants |= {"LOW_START": of.low.start, "LOW_RUN": of.low.run}
@@ -75,7 +81,7 @@ def constants_of(form: str, of: BlockForm, *, whole: bool) -> dict[str, Any]:
 
 
 def options_of(form: str) -> dict[str, Any]:
-    """Triton's, by which products and differences are rounded one by one."""
+    """The options for Triton. With them, products and differences are rounded one by one."""
     stages = 1 if _SCALES[form] == _SIX_BITS_AND_LEAST.value else 2
     options = {"num_warps": NUM_WARPS, "num_stages": stages, "enable_fp_fusion": False}
     return options | ({"maxnreg": Q5_K_REGISTERS} if form == "Q5_K" else {})
@@ -86,7 +92,7 @@ def _bits(
     blocks, wide, place, there, WHOLE: tl.constexpr, INPUT: tl.constexpr, INPUTS: tl.constexpr, START: tl.constexpr,
     BITS: tl.constexpr, RUN: tl.constexpr,
 ):  # fmt: skip
-    """A `Field` of the inputs from INPUT of the blocks at `place` `[outputs]`: int32 `[outputs, inputs]`."""
+    """A `Field` of the inputs from INPUT on, of the blocks at `place` `[outputs]`: int32 `[outputs, inputs]`."""
     IN_A_BYTE: tl.constexpr = 8 // BITS
     if RUN == 1:  # 16 inputs have one bit each
         held = loaded(wide + (place // 2 + (START + INPUT // 8) // 2), there, WHOLE).to(tl.int16, bitcast=True)
@@ -104,9 +110,9 @@ def _numbers(
     LOW_START: tl.constexpr, LOW_RUN: tl.constexpr, HIGH_START: tl.constexpr, HIGH_BITS: tl.constexpr,
     HIGH_RUN: tl.constexpr, WHOLE: tl.constexpr, INPUTS: tl.constexpr,
 ):  # fmt: skip
-    """Those of the inputs from INPUT of the blocks at `place` `[outputs]`, in float32 `[outputs, inputs]`.
+    """The numbers of the inputs from INPUT on, of the blocks at `place` `[outputs]`, in float32 `[outputs, inputs]`.
 
-    Loads of the same bytes for other inputs of a block are one, once compiled.
+    The compiler joins loads of the same bytes for other inputs of a block.
     """
     R: tl.constexpr = INPUT // RUN
     if SCALES == _SIX_BITS_AND_LEAST:

@@ -1,4 +1,4 @@
-"""Chunk selection on NVIDIA GPUs in Triton: attention mass of chunks, and copying chunks. See `chunks`."""
+"""Chunk selection on NVIDIA GPUs in Triton: computes the attention mass of chunks, and copies chunks. See `chunks`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def chunk_mass_triton(
     diagonal: int | Tensor | None = None,
     window: int | None = None,
 ) -> None:
-    """The share of each row's attention that goes to each chunk of keys, computed from the row's log-sum-exp.
+    """Computes the share of each row's attention that goes to each chunk of keys, from the row's log-sum-exp.
 
     Args:
         q: `[num_heads, n, head_dim]`.
@@ -31,14 +31,14 @@ def chunk_mass_triton(
         lse: `[num_heads, n]` float32, of each row over all keys that it attends to: `k`, or `k` and others.
         mass: `[num_heads, n, m // chunk_size]` float32, contiguous, written. `m` is a multiple of
             `chunk_size`, which `takes_chunks` accepts.
-        scale, diagonal, window: as in `attend_triton`; keys that a row does not see get nothing.
+        scale, diagonal, window: as in `attend_triton`; keys that a row does not see get no share.
     """
     num_heads, n, head_dim = q.shape
     num_kv_heads, m, _ = k.shape
     group = num_heads // num_kv_heads
     tile_rows, tile_keys, tile_dim = tile_sizes(group, head_dim, q.dtype)
     q, k = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k))
-    # A million keys may be more tiles than the 65,535 programs that there can be in any but the first dimension.
+    # Only the first dimension may have more than 65,535 programs, and a million keys may be more tiles than that.
     launch(
         _mass_kernel,
         (ceil_div(m, tile_keys), num_kv_heads, ceil_div(n * group, tile_rows)),
@@ -91,7 +91,8 @@ def gather_chunks_triton(blocks: Tensor, indices: Tensor, chunk_size: int) -> Te
 
 
 def copy_chunks_triton(block: Tensor, first: int, chunks: Tensor, k: Tensor, v: Tensor, chunk_size: int) -> None:
-    """`chunks.copy_chunks`, one program per chunk of keys or values: the host need not know which are in the block."""
+    """`chunks.copy_chunks`, one program per chunk of keys or values. The host need not know which chunks are in the
+    block."""
     num_kv_heads, count = chunks.shape
     _, _, m, head_dim = block.shape
     assert k.stride() == v.stride() and k.stride(-1) == block.stride(-1) == 1
@@ -112,7 +113,7 @@ def copy_chunks_triton(block: Tensor, first: int, chunks: Tensor, k: Tensor, v: 
 
 
 def _constants(chunk_size: int, head_dim: int) -> dict[str, int]:
-    """What the kernels that copy chunks are compiled for."""
+    """The compile-time constants of the kernels that copy chunks."""
     tile = {"TILE_CHUNK": power_of_two(chunk_size), "TILE_DIM": power_of_two(head_dim)}
     return {"CHUNK": chunk_size, "HEAD_DIM": head_dim, "num_warps": 2} | tile
 

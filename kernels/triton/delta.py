@@ -1,8 +1,8 @@
-"""The gated delta rule on NVIDIA GPUs in Triton, row after row. See `delta_rule`.
+"""The gated delta rule on NVIDIA GPUs in Triton, row by row. See `delta_rule`.
 
-A program has some columns of a value head's state in registers, and takes all rows through it: the convolution, the
-lengths of queries and keys, and the gates are computed on the way, by each program anew. So a layer's step is one
-launch, and a row's bits are its own.
+A program keeps some columns of a value head's state in registers, and applies all rows to it. Each program computes the
+convolution, the lengths of queries and keys, and the gates itself. So a layer's step is one launch, and the bits of a
+row do not depend on other rows.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from .attention import ceil_div, power_of_two
 from .launch import launch
 
 TILE_VALUES = 32
-"""Columns of a state that a program has."""
+"""The number of columns of a state that a program computes."""
 
 NUM_WARPS = 4
 
@@ -33,12 +33,12 @@ def delta_steps_triton(
     *,
     tiled: bool,
 ) -> None:
-    """`delta_rule.delta_steps` into `out`, whose rows are those that are wanted.
+    """`delta_rule.delta_steps`, with the results written to `out` `[wanted, value_heads, value_dim]`.
 
     Args:
-        weights: taps `[kernel, channels]`, decay and its bias `[value_heads]`, all float32.
-        heads: of keys, and of values.
-        saved: two at most.
+        weights: the convolution `[kernel, channels]`, the decay and its bias `[value_heads]`, all float32.
+        heads: the numbers of key heads and of value heads.
+        saved: as in `delta_steps`, at most two.
         tiled: see `DeltaWeights`.
     """
     value_heads, key_dim, value_dim = state.shape
@@ -72,14 +72,14 @@ def delta_steps_triton(
 
 @triton.jit
 def _log1p(x):
-    """The logarithm of 1 + x, as exact for small ones: what rounding 1 + x adds or takes is in both factors."""
+    """The logarithm of 1 + x, which is also exact for small x: the rounding error of 1 + x cancels out."""
     y = 1.0 + x
     return tl.where(y == 1.0, x, tl.log(y) * (x / tl.where(y == 1.0, 1.0, y - 1.0)))
 
 
 @triton.jit
 def _mixed(inputs, conv, row, channel, there, channels, KERNEL: tl.constexpr):
-    """Channels of a row behind the convolution and the activation, float32."""
+    """The channels of a row after the convolution and the activation, float32."""
     total = tl.zeros(channel.shape, tl.float32)
     for tap in tl.static_range(KERNEL):
         x = tl.load(inputs + (row + tap) * channels + channel, mask=there, other=0.0).to(tl.float32)

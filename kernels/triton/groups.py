@@ -1,5 +1,5 @@
-"""Matrices of groups in four or eight bits on NVIDIA GPUs, in Triton: the sums of products of few rows, whose numbers
-are made in the tile (see `quantised.py`), and the numbers themselves."""
+"""Matrices of groups in four or eight bits on NVIDIA GPUs, in Triton: products with few rows, which expand the numbers
+of the matrix in the tile (see `quantised.py`), and the expansion of a matrix."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ if TYPE_CHECKING:
     from ..quantised import Choice, GroupedMatrix
 
 TILE_OUTPUTS, TILE_BYTES = 128, 64
-"""Of a program, at a time: outputs, and bytes of inputs."""
+"""The outputs, and the bytes of inputs, that a program processes at a time."""
 SMALL_OUTPUTS, SMALL_BYTES, SMALL_REGISTERS = 64, 32, 208
-"""The same, and registers of a thread, where tiles are not full or have inputs of several groups: masks and more scales
-take registers. Left to itself the assembler takes fewer and spills some."""
+"""The same, and the registers of a thread, if tiles are not full or have inputs of several groups: masks and more
+scales take registers. By default, the assembler takes fewer and spills some."""
 LEAST_BYTES = 16
-"""Of a tile whose inputs are of one group."""
+"""The minimum number of bytes of a tile whose inputs belong to one group."""
 
 NUM_WARPS, NUM_STAGES = 4, 2
 
 _NIBBLES: tl.constexpr = tl.constexpr(0)
 _INT8: tl.constexpr = tl.constexpr(2)
 _FLOAT8: tl.constexpr = tl.constexpr(3)
-"""Of `GroupedMatrix.kind` those that are not a number from 0 to 255 in each byte."""
+"""The values of `GroupedMatrix.kind` whose bytes are not numbers from 0 to 255."""
 
 
 def group_sums(x: Tensor, matrix: GroupedMatrix, choice: Choice | None = None) -> Tensor:
@@ -55,8 +55,8 @@ def expand_groups_triton(matrix: GroupedMatrix, out: Tensor) -> None:
 
 
 def _described(matrix: GroupedMatrix, outputs: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """What both kernels are told of a matrix, or of those with so many `outputs` that it consists of: the first
-    arguments, and what they are compiled for."""
+    """The arguments of both kernels for a matrix, or for matrices with `outputs` outputs that are joined in it: the
+    first arguments, and the compile-time constants."""
     inputs, groups = matrix.shape[1], matrix.scales.shape[1]
     values = matrix.values.view(torch.uint8) if matrix.values.dtype == torch.float8_e4m3fn else matrix.values
     zeros, group_of, scales, size = matrix.zeros, matrix.group_of, matrix.scales, inputs // groups
@@ -74,7 +74,7 @@ def _described(matrix: GroupedMatrix, outputs: int) -> tuple[tuple[Any, ...], di
 
 @triton.jit
 def _float8(byte):
-    """What a byte stands for in e4m3, float32."""
+    """The number that a byte encodes in e4m3, float32."""
     magnitude = byte & 127
     number = ((magnitude << 20) + (120 << 23)).to(tl.float32, bitcast=True)
     number = tl.where(magnitude < 8, magnitude.to(tl.float32) * 0.001953125, number)
@@ -87,12 +87,12 @@ def _numbers(
     held, scales, zeros, group_of, zero, output, input, there, start, inputs, groups, size,
     KIND: tl.constexpr, ZEROS: tl.constexpr, ORDERED: tl.constexpr, WHOLE: tl.constexpr, ODD: tl.constexpr,
 ):  # fmt: skip
-    """Those that `held` `[outputs, inputs]` stands for, in float32; 0 times a scale where they are not `there`.
+    """The numbers that `held` `[outputs, inputs]` encodes, in float32; 0 where `there` is false.
 
     Args:
         start: the first input.
-        ODD: of two in a byte, asks for that of the odd input.
-        WHOLE: the inputs are of one group, and all outputs and inputs are there.
+        ODD: if a byte has two numbers, whether to return that of the odd input.
+        WHOLE: whether the inputs belong to one group, and all outputs and inputs exist.
     """
     if WHOLE:
         place = output * groups + start // size
@@ -108,7 +108,7 @@ def _numbers(
     elif KIND == _INT8:
         value = held.to(tl.float32)
     else:
-        if KIND == _NIBBLES:  # before it is widened, which takes fewer registers
+        if KIND == _NIBBLES:  # before widening, because that takes fewer registers
             held = (held >> 4) if ODD else (held & 15)
         # The bits of 2^23 + held: exact, and faster than a conversion.
         value = (held.to(tl.int32) | 0x4B000000).to(tl.float32, bitcast=True)
@@ -122,7 +122,7 @@ def _numbers(
 
 @triton.jit
 def _half_of(pair, ODD: tl.constexpr, DTYPE: tl.constexpr):
-    """Of two neighbours that were loaded as one integer, the first or the second."""
+    """The first or the second of two neighbours that were loaded as one integer."""
     if DTYPE.primitive_bitwidth == 16:  # pyright: ignore[reportAttributeAccessIssue]
         bits = ((pair >> 16) if ODD else pair).to(tl.int16)
     else:

@@ -9,18 +9,20 @@ from torch import Tensor
 from triton.runtime import JITFunction
 
 _compiled: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...]]] = {}
-"""By kernel and what it was compiled for: the compiled one, and the constants among its arguments."""
+"""The compiled kernel and the constants among its arguments, by kernel and the properties that it was compiled for."""
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
     """Starts `grid` programs of a kernel on the GPU of its first argument.
 
-    What Triton compiled is kept by what it was compiled for, as Triton keeps it too: but of a launch its look-up takes
-    hosts of an H200 11 to 20 µs, and a streamed verification has a thousand. This one took 6 on an AMD EPYC.
+    Compiled kernels are kept in a table here, although Triton has a table too. Triton's look-up takes 11 to 20 µs for a
+    launch on hosts of an H200, and a streamed verification has a thousand launches. This look-up took 6 µs on an AMD
+    EPYC.
 
     Args:
-        args: all that are no constants, tensors and numbers; the first is a tensor. Triton distinguishes 1, multiples
-            of 16 and what needs 64 bits, and tensors that begin at a multiple of 16 bytes.
+        args: all arguments that are not constants: tensors and numbers, the first of them a tensor. Triton compiles
+            separately for the number 1, for multiples of 16, for numbers that need 64 bits, and for tensors that begin
+            at a multiple of 16 bytes.
         constants: the kernel's last parameters, and options of Triton.
     """
     with torch.cuda.device_of(args[0]):
@@ -38,7 +40,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> 
 
 
 def _kind(value: Any) -> Any:
-    """What Triton distinguishes of an argument."""
+    """The properties of an argument for which Triton compiles separately."""
     if isinstance(value, int):
         return 1 if value == 1 else (value % 16 == 0, -(2**31) <= value < 2**31)
     return (value.dtype, value.data_ptr() % 16 == 0) if isinstance(value, Tensor) else type(value)

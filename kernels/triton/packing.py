@@ -21,9 +21,9 @@ _FARTHEST: tl.constexpr = tl.constexpr(FARTHEST)
 
 
 def pack_triton(blocks: Tensor, slots: Tensor, layout: Layout) -> None:
-    """`packing.pack_plain`; `blocks` with contiguous channels."""
+    """`packing.pack_plain` in Triton. The channels of `blocks` are contiguous."""
     words = slots.view(torch.int32)
-    words[:, layout.exceptions // 4 :] = 0  # the largest exponents, behind the exceptions, are written after that
+    words[:, layout.exceptions // 4 :] = 0  # the largest exponents, which are behind the exceptions, are written later
     starts = words[:, layout.starts // 4 : layout.exceptions // 4]
     _launch(_pack_kernel, blocks, slots, layout)
     starts[:, :1] = 0
@@ -32,12 +32,12 @@ def pack_triton(blocks: Tensor, slots: Tensor, layout: Layout) -> None:
 
 
 def unpack_triton(slots: Tensor, blocks: Tensor, layout: Layout) -> None:
-    """`packing.unpack_plain`; see `pack_triton`."""
+    """`packing.unpack_plain` in Triton; see `pack_triton`."""
     _launch(_unpack_kernel, blocks, slots, layout)
 
 
 def _launch(kernel: Any, blocks: Tensor, slots: Tensor, layout: Layout) -> None:
-    """Starts a program of `kernel` for each tile."""
+    """Starts one program of `kernel` for each tile."""
     tile_dim = power_of_two(layout.head_dim)
     offsets = layout.below, layout.starts // 4, layout.exceptions // 4, layout.largest, layout.capacity
     places = layout.tiles, layout.tokens // GROUP, *offsets, slots.stride(0), *blocks.stride()[:3]
@@ -52,7 +52,7 @@ def _launch(kernel: Any, blocks: Tensor, slots: Tensor, layout: Layout) -> None:
 
 
 def warps_of(tile_dim: int) -> int:
-    """Warps of a program: as many as have 32 values a thread, up to 16."""
+    """The number of warps of a program, so that a thread has 32 values; from 2 to 16."""
     return min(16, max(2, GROUP * tile_dim // 1024))
 
 
@@ -90,7 +90,8 @@ def _pack_kernel(
     HEAD_DIM: tl.constexpr,
     TILE_DIM: tl.constexpr,
 ):
-    """Everything but the exceptions, whose number is written behind the tile's place in `starts`."""
+    """Writes everything except the exceptions. The number of exceptions is written behind the tile's place in
+    `starts`."""
     block, tile = (tl.program_id(0) // tiles).to(tl.int64), (tl.program_id(0) % tiles).to(tl.int64)
     first = blocks + block * block_stride + tile // tiles_per_head * head_stride
     first += tile % tiles_per_head * _GROUP * token_stride
@@ -134,7 +135,7 @@ def _exceptions_kernel(
     HEAD_DIM: tl.constexpr,
     TILE_DIM: tl.constexpr,
 ):
-    """The exceptions, where `starts` says."""
+    """Writes the exceptions at the places that `starts` gives."""
     block, tile = (tl.program_id(0) // tiles).to(tl.int64), (tl.program_id(0) % tiles).to(tl.int64)
     slot_words = words + block * (slot_stride // 4)
     place = tl.load(slot_words + starts_at + tile)
@@ -202,7 +203,7 @@ def _unpack_kernel(
         start = tl.maximum(tl.load(slot_words + starts_at + tile), 0)
         stop = tl.minimum(tl.load(slot_words + starts_at + tile + 1), capacity)
         if start < stop:
-            tl.debug_barrier()  # what follows overwrites some of what other threads have written
+            tl.debug_barrier()  # the following stores overwrite some values that other threads have written
             for i in range(start, stop, 128):
                 places = i + tl.arange(0, 128)
                 entry = tl.load(slot_words + exceptions_at + places, mask=places < stop, other=-1)

@@ -1,9 +1,8 @@
-"""Products of few rows with matrices in few bits on NVIDIA GPUs, in Triton: what the kinds of matrices share.
+"""Products of few rows with matrices in few bits on NVIDIA GPUs, in Triton: the part that all kinds of matrices share.
 
-A program has some outputs, up to `TILE_ROWS` rows and a part of the inputs, which it goes through in order; another
-kernel adds up the parts, in order. Which parts there are depends on the matrix alone, so the bits of a row do not
-depend on what other rows there are, nor on how many. Nothing here waits for the GPU, so a call can be captured in a
-CUDA graph.
+A program computes some outputs of up to `TILE_ROWS` rows for a part of the inputs, which it goes through in order.
+Another kernel adds up the parts, in order. The parts depend only on the matrix, so the bits of a row do not depend on
+the other rows or on their number. Nothing here waits for the GPU, so a call can be captured in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -26,14 +25,14 @@ if TYPE_CHECKING:
 TILE_ROWS = 16
 
 PROGRAMS, LEAST_INPUTS = 640, 512
-"""The inputs are cut into parts until a product has so many programs, which keeps all multiprocessors of a GPU busy; a
-part has at least so many inputs."""
+"""The inputs are divided into parts until a product has `PROGRAMS` programs, which keeps all multiprocessors of a GPU
+busy. But a part has at least `LEAST_INPUTS` inputs."""
 
 ROWS_AT_ONCE = 32
-"""Whose sums of parts are in memory together: of rows, or of products with what is chosen."""
+"""How many rows, or products with chosen matrices, have their sums of parts in memory at a time."""
 
 TILE_SUMS = 1024
-"""Outputs of a program that adds up parts."""
+"""The number of outputs of a program that adds up parts."""
 
 _INTERPRETED: tl.constexpr = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
@@ -42,8 +41,8 @@ TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: 
 def product_triton(
     x: Tensor, matrix: QuantisedMatrix, bias: Tensor | None = None, onto: Tensor | None = None
 ) -> Tensor:
-    """`x` `[n, inputs]`, contiguous, times a matrix `[outputs, inputs]`, with a bias `[outputs]`, in `x`'s dtype; see
-    `layers.linear` for `onto`."""
+    """The product of `x` `[n, inputs]`, contiguous, with a matrix `[outputs, inputs]`, plus a bias `[outputs]`, in
+    `x`'s dtype; see `layers.linear` for `onto`."""
     out = x.new_empty(x.shape[0], matrix.shape[0]) if onto is None else onto
     if len(x) == 0:
         return out
@@ -64,7 +63,8 @@ def chosen_triton(x: Tensor, matrix: QuantisedMatrix, choice: Choice) -> Tensor:
 
 
 def _finish(sums: Tensor, bias: Tensor | None, out: Tensor, *, add: bool) -> None:
-    """Writes sums of parts `[parts, n, outputs]`, added up, to `out` `[n, outputs]`, or adds them to it."""
+    """Adds up the sums of parts `[parts, n, outputs]` and the bias, and writes the result to `out` `[n, outputs]`, or
+    adds it to `out`."""
     parts, n, outputs = sums.shape
     launch(
         _finish_kernel, (ceil_div(outputs, TILE_SUMS), n),
@@ -76,10 +76,17 @@ def _finish(sums: Tensor, bias: Tensor | None, out: Tensor, *, add: bool) -> Non
 def sums_of(
     x: Tensor, shape: tuple[int, int], of_program: int, choice: Choice | None
 ) -> tuple[Tensor, int, tuple[int, int, int]]:
-    """Memory for the sums of `x` `[n, inputs]` times a matrix `[outputs, inputs]`, or what is chosen of it, float32
-    `[parts, n, outputs]`; the inputs of a part; and how many programs with so many outputs there are."""
+    """Allocates the sums for the product of `x` `[n, inputs]` with a matrix `[outputs, inputs]`, or with chosen
+    matrices in it.
+
+    Args:
+        of_program: the number of outputs of a program.
+
+    Returns:
+        The sums, float32 `[parts, n, outputs]`; the number of inputs of a part; and the numbers of programs.
+    """
     (outputs, inputs), n = shape, len(x)
-    if choice:  # parts are those of a product with the matrix alone: so are the bits
+    if choice:  # parts, and so bits, are the same as for a product with the chosen matrix alone
         outputs, n = choice.outputs, len(choice.ids)
     tiles = ceil_div(outputs, of_program)
     part = ceil_div(ceil_div(inputs, ceil_div(PROGRAMS, tiles)), LEAST_INPUTS) * LEAST_INPUTS
@@ -89,7 +96,8 @@ def sums_of(
 
 @triton.jit
 def rounded(x, DTYPE: tl.constexpr):
-    """The nearest numbers of a dtype, ties to even. Triton's interpreter cuts off what a GPU rounds to bfloat16."""
+    """Rounds to the nearest numbers of a dtype, ties to even. Triton's interpreter truncates to bfloat16, where a GPU
+    rounds."""
     if _INTERPRETED and DTYPE == tl.bfloat16:  # noqa: SIM300
         bits = x.to(tl.uint32, bitcast=True)
         bits += 0x7FFF + ((bits >> 16) & 1)
@@ -99,7 +107,7 @@ def rounded(x, DTYPE: tl.constexpr):
 
 @triton.jit
 def loaded(pointers, there, WHOLE: tl.constexpr):
-    """What they point to, and 0 where nothing is `there`; all are if WHOLE."""
+    """Loads from `pointers`; 0 where `there` is false. With WHOLE, `there` is true everywhere."""
     if WHOLE:  # noqa: SIM108 (Triton compiles both sides of an expression)
         found = tl.load(pointers)
     else:
@@ -109,8 +117,8 @@ def loaded(pointers, there, WHOLE: tl.constexpr):
 
 @triton.jit
 def rows_of_program(n, ROWS: tl.constexpr, EACH: tl.constexpr):
-    """Of a product's program: which results `[ROWS]` it has, which rows of `x` these are of, and whether they are
-    there. With EACH matrices chosen for a row it has one result."""
+    """The results `[ROWS]` that a program of a product computes, the rows of `x` that they belong to, and whether they
+    exist. If EACH matrices are chosen for a row, a program computes one result."""
     place = tl.arange(0, ROWS)
     if EACH == 0:
         result = tl.program_id(1) * ROWS + place
@@ -125,8 +133,8 @@ def rows_of_program(n, ROWS: tl.constexpr, EACH: tl.constexpr):
 
 @triton.jit
 def first_output(ids, outputs, OUTPUTS: tl.constexpr, EACH: tl.constexpr):
-    """The first output of a program, within its matrix and within the larger one that holds it, in 64 bits: what lies
-    within the tile is counted from there, in 32."""
+    """The first output of a program, counted in its matrix and in the larger matrix that contains it, in 64 bits.
+    Places in the tile are counted from it, in 32 bits."""
     first = (tl.program_id(0) * OUTPUTS).to(tl.int64)
     held = first
     if EACH > 0:

@@ -1,4 +1,4 @@
-"""Rows of a matrix in page-locked host memory, read by NVIDIA GPUs in Triton. See `host_rows`."""
+"""Reads rows of a matrix in page-locked host memory from an NVIDIA GPU, in Triton. See `host_rows`."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from .attention import ceil_div
 from .launch import launch
 
 TILE_WIDTH = 1024
-"""Numbers of a row that a program reads."""
+"""How many numbers of a row a program reads."""
 
 
 def rows_triton(matrix: Tensor, ids: Tensor) -> Tensor:
-    """`host_rows.rows_from_host`. Triton asks CUDA for the address by which a GPU knows page-locked memory."""
+    """`host_rows.rows_from_host` in Triton, which asks CUDA for the GPU's address of page-locked memory."""
     n, width = len(ids), matrix.shape[1]
     assert matrix.is_contiguous()
     out = ids.new_empty(n, width, dtype=matrix.dtype)
     if n:
-        # Of so many rows there may be more than the 65,535 programs of any but the first dimension.
+        # Only the first dimension may have more than 65,535 programs, so it is that of the rows.
         grid, tile = (n, ceil_div(width, TILE_WIDTH)), {"TILE_WIDTH": TILE_WIDTH, "num_warps": 4}
         launch(_rows_kernel, grid, out, matrix, ids.contiguous(), width, **tile)
     return out

@@ -147,7 +147,7 @@ def test_layers_may_be_listed(tmp_path):
         ("rope.dimension_count", 15, "an even number up to 64"),
         ("nextn_predict_layers", 4, "'4' of 4 blocks"),
         ("attention.recurrent_layers", [True, False], "no list of 4 truth values"),
-        ("attention.sliding_window", 4096, "windows are not read"),
+        ("attention.sliding_window", 4096, "sliding windows are not supported"),
     ],
 )
 def test_keys_that_are_not_read_are_named(tmp_path, key, value, message):

@@ -308,7 +308,7 @@ def test_experts_that_do_not_fit_the_config_are_named(tmp_path, change, words):
         ({"layer_types": ["mamba"] * 4}, "4 layer_types for 4 layers, of them mamba (known: linear_attention,"),
         ({"layer_types": ["full_attention"]}, "1 layer_types for 4 layers"),
         ({"layer_types": ["linear_attention"] * 4}, "layer_types without full_attention"),
-        ({"linear_num_value_heads": 3}, "2 heads of keys and 3 of values, which must be a multiple"),
+        ({"linear_num_value_heads": 3}, "2 key heads and 3 value heads (which must be a multiple)"),
         ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.01}}, "partial_rotary_factor 0.01"),
     ],
     ids=str,

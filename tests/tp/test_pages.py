@@ -31,7 +31,7 @@ def test_memory_that_the_system_does_not_give_is_an_error_that_says_how_much(mon
         raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
 
     monkeypatch.setattr(mmap, "mmap", refused)
-    with pytest.raises(CapacityError, match=r"gives no 3\.00 GiB of host memory \(Cannot allocate memory\)"):
+    with pytest.raises(CapacityError, match=r"refuses 3\.00 GiB of host memory \(Cannot allocate memory\)"):
         aligned_memory((3, 2**30), torch.uint8)
 
 

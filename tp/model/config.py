@@ -1,4 +1,5 @@
-"""The shape of a model, read from the `config.json` of its Hugging Face directory. No remote code, no weights."""
+"""The shape of a model, read from the `config.json` of its Hugging Face directory. Runs no remote code and reads no
+weights."""
 
 from __future__ import annotations
 
@@ -20,35 +21,39 @@ from .rope_scaling import ROPE_TYPES, RopeConfig, rope_parameters, rope_type
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The shape of a model; names are those of Hugging Face's `config.json`.
+    """The shape of a model.
 
-    `max_position_embeddings` includes what a RoPE scaling adds, but not what dual chunk attention does (`dual_chunk`:
-    whether the model is meant for more positions with that, which is not computed here); `eos_token_ids` may be empty;
-    `dtype` is that of the checkpoint, and `quantisation` says which matrices are stored in four to eight bits;
-    `sliding_windows` has one entry for each layer, or is empty if no layer has a window. With `experts` the
-    `intermediate_size` is that of one. What is called like a field of `Family` is as there.
+    Names are those of Hugging Face's `config.json`; fields with the name of a field of `Family` have its meaning.
     """
 
     vocab_size: int
     hidden_size: int
     intermediate_size: int
+    """The width of the MLP; with `experts`, that of one expert."""
     num_layers: int
     num_heads: int
     num_kv_heads: int
     head_dim: int
     max_position_embeddings: int
+    """The maximum number of positions, with RoPE scaling but without dual chunk attention."""
     rope: RopeConfig
     rms_norm_eps: float
     tie_word_embeddings: bool
     dtype: torch.dtype
+    """The dtype of the checkpoint."""
     eos_token_ids: tuple[int, ...]
+    """The end-of-sequence tokens; may be empty."""
     name: str
+    """The name of the model's directory."""
     qkv_bias: bool = False
     o_bias: bool = False
     qk_norm: bool = False
     sliding_windows: tuple[int | None, ...] = ()
+    """The window of each layer (`None`: no window); empty if no layer has a window."""
     dual_chunk: bool = False
+    """Whether the model is meant for more positions with dual chunk attention, which is not supported."""
     quantisation: Quantisation | None = None
+    """Which matrices are stored in four to eight bits, and how."""
     experts: Experts | None = None
     activation: str = "silu"
     float32_norms: bool = False
@@ -56,27 +61,29 @@ class ModelConfig:
     norms_behind: bool = False
     scaled_embedding: bool = False
     query_scalar: float | None = None
-    """What scores are divided by the root of; `None`: `head_dim`."""
+    """Scores of attention are divided by the square root of this number; `None`: of `head_dim`."""
     window_rope: RopeConfig | None = None
-    """Of layers with a sliding window; `None`: as of the others."""
+    """RoPE of layers with a sliding window; `None`: the same as that of other layers."""
     linear: LinearAttention | None = None
-    """Of layers that have a state in the place of keys and values."""
+    """The layers that have a state in the place of keys and values."""
     output_gate: bool = False
     rotary_dim: int = 0
-    """Of a head, the first dimensions, which alone are rotated; 0: all of them."""
+    """How many dimensions of a head are rotated, counted from the first; 0: all of them."""
     further_layers: int | None = None
-    """Of the multi-token-prediction head that its checkpoint may have; `None`: its family has none."""
+    """How many layers the multi-token-prediction head has that the checkpoint may contain; `None`: models of this
+    family have no such head."""
     is_head: bool = False
-    """Whether this is such a head: see `mtp_head`."""
+    """Whether this is a multi-token-prediction head: see `mtp_head`."""
 
     @property
     def mtp_head(self) -> ModelConfig:
-        """The model's multi-token-prediction head, as a model of its own: a layer that attends to keys, with the
-        model's embedding and output head. What goes into it is projected from a token's embedding and the hidden state
-        that the model has of the token before it.
+        """The model's multi-token-prediction head, as a model of its own.
+
+        It is one layer that attends to keys, with the embedding and the output head of the model. The input of the
+        layer is projected from the embedding of a token and the model's hidden state of the token before it.
 
         Raises:
-            ModelError: it has none, or one of another kind.
+            ModelError: the model has no head, or a head of another kind.
         """
         if self.further_layers != 1:
             found = f"has {self.further_layers} layers" if self.further_layers else "is not there, or not of this kind"
@@ -88,30 +95,33 @@ class ModelConfig:
 
     @property
     def kv_layers(self) -> int:
-        """Layers with keys and values. Caches count these alone."""
+        """The number of layers with keys and values. Caches count only these."""
         return self.num_layers - (len(self.linear.layers) if self.linear else 0)
 
     @property
     def rotated(self) -> int:
-        """Dimensions of a head that are rotated."""
+        """The number of dimensions of a head that are rotated."""
         return self.rotary_dim or self.head_dim
 
     @property
     def kept_windows(self) -> dict[int, int]:
-        """By layer the sliding windows of those that keep the last tokens only, as others have no window."""
+        """The sliding window of each layer that keeps only the last tokens, by the number of the layer.
+
+        Empty if all layers have a window, or none has.
+        """
         windows = self.sliding_windows
         return {layer: window for layer, window in enumerate(windows) if window is not None} if None in windows else {}
 
     @property
     def full_places(self) -> tuple[int | None, ...]:
-        """Of each layer with keys and values its place among those that keep every token; `None`: see
+        """For each layer with keys and values, its index among the layers that keep all tokens; `None` for those of
         `kept_windows`."""
         windows, places = self.kept_windows, count()
         return tuple(None if layer in windows else next(places) for layer in range(self.kv_layers))
 
     @property
     def full_layers(self) -> ModelConfig:
-        """The model with the layers that keep every token alone."""
+        """The model with only the layers that keep all tokens."""
         left = self.kv_layers - len(self.kept_windows)
         return self if left == self.num_layers else replace(self, num_layers=left, sliding_windows=(), linear=None)
 
@@ -122,27 +132,30 @@ class ModelConfig:
 
     @property
     def ropes(self) -> tuple[RopeConfig, ...]:
-        """Of layers without a sliding window, or all; and of those with one, where theirs is another."""
+        """RoPE of the layers without a sliding window, and of those with a sliding window if theirs is different."""
         return (self.rope,) if self.window_rope is None else (self.rope, self.window_rope)
 
     @property
     def positions_note(self) -> str:
-        """What messages say after a number of positions: why there are no more, if a word on that is needed."""
+        """The text that messages add to the number of positions if it is limited by missing dual chunk attention."""
         return " without dual chunk attention, which is not supported" if self.dual_chunk else ""
 
     def kv_bytes_per_token(self, dtype: torch.dtype) -> int:
-        """Bytes of one token's keys and values over all layers in `dtype`."""
+        """Bytes of the keys and values of one token over all layers, in `dtype`."""
         return 2 * self.kv_layers * self.num_kv_heads * self.head_dim * dtype.itemsize
 
     def sliding_window(self, layer: int) -> int | None:
-        """Tokens that a token attends to in this layer, itself included; `None` for all before it."""
+        """The number of tokens that a token attends to in this layer, including itself; `None`: all tokens up to it."""
         return self.sliding_windows[layer] if self.sliding_windows else None
 
     def with_rope_scaling(self, asked: str | None) -> ModelConfig:
-        """The model with its RoPE scaled as `parse_rope_scaling` describes it; `None`: as it is.
+        """The model with scaled RoPE.
+
+        Args:
+            asked: the scaling, see `parse_rope_scaling`; `None`: no change.
 
         Raises:
-            UsageError: its RoPE is scaled already, or that is nothing that can be asked for.
+            UsageError: the model's RoPE is scaled already, or `asked` is not valid.
         """
         if asked is None:
             return self
@@ -158,7 +171,8 @@ class ModelConfig:
         """Reads `directory/config.json` (and the end-of-sequence ids of `generation_config.json`, if any).
 
         Raises:
-            ModelError: no such file, not JSON, an unsupported architecture, or a value missing or impossible.
+            ModelError: the file is missing or is not JSON, the architecture is not supported, or a value is missing or
+                impossible.
         """
         raw = _read_json(directory / "config.json")
         generation = directory / "generation_config.json"
@@ -167,10 +181,14 @@ class ModelConfig:
 
     @classmethod
     def from_json(cls, raw: dict[str, Any], directory: Path) -> ModelConfig:
-        """As `load`, for a `config.json` with the content `raw`. `directory` names the model and need not exist.
+        """Reads a `config.json` with the content `raw`.
+
+        Args:
+            raw: the content.
+            directory: its name becomes the name of the model; it does not have to exist.
 
         Raises:
-            ModelError: as `load`.
+            ModelError: see `load`.
         """
         family = _family(raw, directory)
         raw = {**family.defaults, **(_unwrapped(raw, directory) if family.wrapped else raw)}
@@ -274,13 +292,14 @@ def _family(raw: dict[str, Any], directory: Path) -> Family:
 
 
 def _unwrapped(raw: dict[str, Any], directory: Path) -> dict[str, Any]:
-    """The description of the text model that a `config.json` has among others, with what it says of all of them."""
+    """The description of the text model in a `config.json` that describes several models, together with the values that
+    apply to all of them."""
     text, ends = raw.get("text_config"), raw.get("eos_token_id")
     if not isinstance(text, dict):
         raise ModelError(f"{directory / 'config.json'} does not give 'text_config'")
     found = raw | text | ({} if ends is None else {"eos_token_id": ends})
     few_bits = found.get("quantization_config")
-    if isinstance(few_bits, dict):  # lists of names among it
+    if isinstance(few_bits, dict):  # some of its values are lists of names
         found["quantization_config"] = {
             key: [plain_name(one) if isinstance(one, str) else one for one in value]
             if isinstance(value, list)
@@ -343,7 +362,7 @@ def _rotary_dim(raw: dict[str, Any], family: Family, head_dim: int) -> int:
 
 
 def _further_layers(raw: dict[str, Any]) -> int:
-    """See `ModelConfig.further_layers`; 0 also for a head with an embedding of its own, which is not read."""
+    """See `ModelConfig.further_layers`. Also 0 for a head with an embedding of its own, which is not supported."""
     given = raw.get("mtp_num_hidden_layers")
     return 0 if raw.get("mtp_use_dedicated_embeddings") else 1 if given is None else int(given)
 

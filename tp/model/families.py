@@ -1,4 +1,4 @@
-"""Supported architectures: how each differs from Llama, and the defaults of keys that its `config.json` may omit."""
+"""Supported architectures: how each differs from Llama, and the defaults for keys that its `config.json` may omit."""
 
 from __future__ import annotations
 
@@ -10,44 +10,54 @@ from typing import Any, Literal
 from .linear_attention import LinearNames
 
 MOST_EXPERTS = 4096
-"""Of a layer: more are in no model, and a file that claims them would take memory for each."""
+"""The maximum number of experts of a layer. No model has more. A file that claims more would take memory for each."""
 
 
 @dataclass(frozen=True)
 class ExpertNames:
-    """What a family calls its mixtures of experts."""
+    """The names that a family uses for its mixtures of experts. Names of projections are without the layer's prefix."""
 
     count: tuple[str, str]
-    """Keys of `config.json` for how many experts a layer has: the usual one, and another that transformers writes."""
+    """The keys of `config.json` for the number of experts of a layer: the usual key, and another that transformers
+    writes."""
     width: str
     """The key for the width of an expert."""
     router: str
-    """The projection that gives each expert a logit, within a layer, as are the next three; `{}` is an expert."""
+    """The projection that gives each expert a logit."""
     gate: str
+    """The gate projection of an expert; `{}` stands for the number of the expert."""
     up: str
+    """The up projection, likewise."""
     down: str
+    """The down projection, likewise."""
     normalised: bool | None = None
-    """Whether the weights of a row's experts sum to 1; `None`: the key `norm_topk_prob` says so."""
+    """Whether the shares of a row's experts sum to 1; `None`: given by the key `norm_topk_prob`."""
     shared: str = ""
-    """What names of the expert that all rows have, beside those that are chosen, begin with; empty where none is."""
+    """The beginning of the names of the expert that all rows use in addition; empty if there is none."""
 
 
 @dataclass(frozen=True)
 class Experts:
-    """The mixture of experts that each layer has in the place of one MLP: of each row the `used` of highest probability
-    are added up, by their probabilities."""
+    """The mixture of experts that each layer has in place of one MLP.
+
+    The result of a row is the sum over the `used` experts with the highest probabilities, weighted by these.
+    """
 
     count: int
+    """The number of experts of a layer."""
     used: int
+    """The number of experts that a row uses."""
     normalised: bool
-    """Whether the weights of those that are used sum to 1."""
+    """Whether the shares of the experts that a row uses sum to 1."""
     names: ExpertNames
     shared_width: int = 0
-    """Of the expert that all rows have, times a gate of the row; 0 where none is."""
+    """The width of the expert that all rows use, whose result is multiplied by a gate; 0 if there is none."""
 
     def __post_init__(self) -> None:
-        """Raises:
-        ValueError: there are too few of them, or more than a model has.
+        """Checks the numbers of experts.
+
+        Raises:
+            ValueError: there are too few experts, or more than `MOST_EXPERTS`.
         """
         if not 1 <= self.used <= self.count <= MOST_EXPERTS:
             raise ValueError(f"num_experts_per_tok {self.used} of {self.count} experts")
@@ -64,36 +74,39 @@ class Family:
     qk_norm: bool = False
     """Queries and keys have an RMS norm over `head_dim` before the rotation."""
     windows: Literal["none", "all", "all or none", "some", "most"] = "none"
-    """Which layers have a sliding window; `all or none`: all if `use_sliding_window` is true; `some`: those given by
-    `layer_types` or `max_window_layers`, if it is; `most`: those given by `layer_types`, or all but each
-    `sliding_window_pattern`th. `most` have a RoPE of their own, and `max_position_embeddings` then includes what the
-    others' scaling adds."""
+    """Which layers have a sliding window.
+
+    * `all or none`: all if `use_sliding_window` is true;
+    * `some`: if `use_sliding_window` is true, those given by `layer_types` or `max_window_layers`;
+    * `most`: those given by `layer_types`, or all except every `sliding_window_pattern`th. These layers have a RoPE of
+      their own. `max_position_embeddings` already includes the RoPE scaling of the other layers.
+    """
     activation: Literal["silu", "gelu_pytorch_tanh"] = "silu"
-    """Of the gates of MLPs."""
+    """The activation of the gates of MLPs."""
     float32_norms: bool = False
     """All norms multiply in float32, before they round."""
     zero_centred_norms: bool = False
-    """They multiply by 1 + w. A `config.json` that is made of a GGUF file has a key of this name if they do not there,
-    since the 1 is in w."""
+    """All norms multiply by 1 + w. If w includes the 1 in a GGUF file, the `config.json` that is made for it sets a key
+    of this name to false."""
     norms_behind: bool = False
-    """Attention and the MLP have a norm behind them, too, before they are added."""
+    """Attention and the MLP also have a norm behind them, before their results are added."""
     scaled_embedding: bool = False
-    """Embeddings are multiplied by the root of their width."""
+    """Embeddings are multiplied by the square root of their width."""
     experts: ExpertNames | None = None
-    """What it calls them, where layers have mixtures of experts in the place of MLPs."""
+    """The names for mixtures of experts, if layers have these in place of MLPs."""
     linear: LinearNames | None = None
-    """What it calls the projections of layers with linear attention, where some have that."""
+    """The names of the projections of linear attention, if some layers have it."""
     output_gate: bool = False
-    """What attention gives is multiplied by the sigmoid of a gate, which is projected with the queries."""
+    """The result of attention is multiplied by the sigmoid of a gate, which is projected with the queries."""
     rotated_share: float | None = None
-    """Of a head, what is rotated where the key `partial_rotary_factor` does not say it; `None`: all is, always."""
+    """The share of a head that is rotated, unless the key `partial_rotary_factor` gives it; `None`: always all."""
     wrapped: bool = False
-    """The text model is one of several, described in `text_config`."""
+    """The text model is one of several models, and is described in `text_config`."""
     predicts_further: bool = False
-    """Checkpoints come with a multi-token-prediction head: the key `mtp_num_hidden_layers` says how many layers it has,
-    or it is one."""
+    """Checkpoints include a multi-token-prediction head. The key `mtp_num_hidden_layers` gives its number of layers,
+    by default 1."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    """Values of keys that are absent from `config.json`, as in `transformers`."""
+    """The values of keys that are missing in `config.json`, as in `transformers`."""
 
 
 _GEMMA3 = Family(
@@ -165,7 +178,7 @@ _EXPERTS = ExpertNames(
     up="mlp.experts.{}.up_proj",
     down="mlp.experts.{}.down_proj",
 )
-"""As Qwen calls them."""
+"""The names that Qwen uses."""
 
 _SHARED_EXPERTS = replace(_EXPERTS, shared="mlp.shared_expert")
 
@@ -265,16 +278,17 @@ _WRAPPED = re.compile(r"(?:language_model\.|(model\.)language_model\.)(.*)")
 
 
 def plain_name(name: str) -> str:
-    """A name of a text model that may be one of several, without what the others do not have at its beginning."""
+    """The name of a tensor of a text model, without the prefix that it has if the text model is one of several models.
+    The prefix is `language_model.`, alone or after `model.`."""
     wrapped = _WRAPPED.fullmatch(name)
     return (wrapped[1] or "") + wrapped[2] if wrapped else name
 
 
 def experts_of(family: Family, raw: dict[str, Any]) -> Experts | None:
-    """The mixtures of experts that a `config.json` describes.
+    """Reads the mixtures of experts from a `config.json`; `None` if the family has none.
 
     Raises:
-        KeyError, TypeError, ValueError: it does not say how many there are, or that is impossible.
+        KeyError, TypeError, ValueError: the number of experts is missing or impossible.
     """
     names = family.experts
     if names is None:
@@ -288,10 +302,11 @@ def experts_of(family: Family, raw: dict[str, Any]) -> Experts | None:
 
 
 def sliding_windows(family: Family, raw: dict[str, Any], num_layers: int) -> tuple[int | None, ...]:
-    """For each layer the tokens that a token attends to, itself included, `None` for all; empty without any window.
+    """For each layer, the number of tokens that a token attends to, including itself; `None` for all. Empty if no layer
+    has a window.
 
     Raises:
-        TypeError, ValueError: an impossible window, or unknown layer types, or not one for each layer.
+        TypeError, ValueError: the window is impossible, or layer types are unknown, or there is not one for each layer.
     """
     if family.windows == "none" or (family.windows == "all or none" and not raw.get("use_sliding_window")):
         return ()
@@ -318,18 +333,18 @@ def sliding_windows(family: Family, raw: dict[str, Any], num_layers: int) -> tup
 
 
 _QWEN_1M = 1_010_000
-"""Positions in the `config.json` of Qwen's 1M models, whether it has `dual_chunk_attention_config` or not."""
+"""The positions in the `config.json` of Qwen's 1M models, with or without `dual_chunk_attention_config`."""
 
 _QWEN_TRAINED = 262_144
-"""Those of them that such a model was trained with and attends to without dual chunk attention (arXiv 2501.15383)."""
+"""The positions that these models were trained with, and to which they attend without dual chunk attention (arXiv
+2501.15383)."""
 
 
 def plain_positions(raw: dict[str, Any], positions: int) -> int:
-    """Of the `positions` that a `config.json` gives, those that do not need dual chunk attention, which is not computed
-    here.
+    """How many of the `positions` in a `config.json` do not need dual chunk attention, which is not supported.
 
     Raises:
-        KeyError, TypeError, ValueError: a configuration of dual chunk attention that does not say so.
+        KeyError, TypeError, ValueError: the configuration of dual chunk attention does not give this number.
     """
     dual_chunk = raw.get("dual_chunk_attention_config")
     if dual_chunk:

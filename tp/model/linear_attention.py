@@ -1,6 +1,6 @@
-"""Linear attention: layers that keep a state of one size instead of keys and values.
+"""Linear attention: layers that keep a state of fixed size instead of keys and values.
 
-The gated delta rule (arXiv 2412.06464) with a short convolution before it, as Qwen3-Next and Qwen3.5 have it.
+It is the gated delta rule (arXiv 2412.06464) with a short convolution before it, as in Qwen3-Next and Qwen3.5.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ import torch
 
 @dataclass(frozen=True)
 class LinearNames:
-    """What a family calls the projections of such a layer, within it."""
+    """The names that a family gives to the projections of a layer with linear attention, without the layer's prefix."""
 
     inputs: tuple[str, ...]
-    """Of queries, keys and values, of the gate of the output, of beta, and of the decay. The first two may be in one,
-    and the last two; what belongs to a key head is then together there."""
+    """The projections of queries, keys and values; of the gate of the output; of beta; and of the decay. The first two
+    may be joined into one, and so may the last two. The outputs for a key head are then adjacent."""
 
     @classmethod
     def of(cls, *inputs: str) -> LinearNames:
-        """By what distinguishes them.
+        """Makes the names from the endings that distinguish them.
 
         Raises:
-            ValueError: no model has such.
+            ValueError: no supported model has these projections.
         """
         if inputs not in _INPUTS:
             raise ValueError(f"linear_inputs {inputs} (known: {', '.join(map(str, _INPUTS))})")
@@ -33,12 +33,12 @@ class LinearNames:
 
     @property
     def joint_gate(self) -> bool:
-        """Whether queries, keys, values and the gate of the output are in one."""
+        """Whether queries, keys, values and the gate of the output have one projection."""
         return len(self.inputs) == 2
 
     @property
     def joint_decay(self) -> bool:
-        """Whether beta and the decay are in one."""
+        """Whether beta and the decay have one projection."""
         return len(self.inputs) < 4
 
 
@@ -47,37 +47,42 @@ _INPUTS = ("qkv", "z", "b", "a"), ("qkvz", "ba"), ("qkv", "z", "ba")
 
 @dataclass(frozen=True)
 class LinearAttention:
-    """The layers of a model that have it, and their shape; of a rank's part, its heads."""
+    """The layers of a model with linear attention, and their shape. For a rank's part, the heads are those of the
+    rank."""
 
     layers: tuple[int, ...]
-    """Their numbers, ascending."""
+    """The numbers of the layers, in ascending order."""
     key_heads: int
-    """Of queries, too."""
+    """The number of key heads, and of query heads."""
     value_heads: int
-    """A multiple: neighbouring ones have a key head together, unless they are `tiled`, and each has a state."""
+    """The number of value heads, a multiple of `key_heads`. Neighbouring value heads share a key head, unless they are
+    `tiled`. Each value head has a state."""
     key_dim: int
     value_dim: int
     kernel: int
-    """Tokens that the convolution sees, the last one itself."""
+    """The number of tokens that the convolution sees, including the present token."""
     names: LinearNames
     tiled: bool = False
     """Whether value head `i` has the key head `i % key_heads`, as in GGUF files of Qwen3.5."""
     plain_decay: bool = False
-    """Whether the tensor `A_log` has the decay itself, below 0, as in GGUF files; else the logarithm of its size."""
+    """Whether the tensor `A_log` contains the decay itself, below 0, as in GGUF files. Otherwise it contains the
+    logarithm of its absolute value."""
 
     def __post_init__(self) -> None:
-        """Raises:
-        ValueError: no model can have this shape.
+        """Checks the shape.
+
+        Raises:
+            ValueError: no model can have this shape.
         """
         sizes = self.key_heads, self.value_heads, self.key_dim, self.value_dim, self.kernel - 1
         if min(sizes) < 1 or self.value_heads % self.key_heads:
             raise ValueError(
-                f"linear attention with {self.key_heads} heads of keys and {self.value_heads} of values, which must be "
-                f"a multiple, {self.key_dim} and {self.value_dim} wide, and a convolution over {self.kernel} tokens"
+                f"linear attention with {self.key_heads} key heads and {self.value_heads} value heads (which must be a "
+                f"multiple), {self.key_dim} and {self.value_dim} wide, and a convolution over {self.kernel} tokens"
             )
 
     def value_heads_of(self, key_heads: slice) -> tuple[slice, ...]:
-        """Those that have some neighbouring key heads, as runs of neighbours, in the order of the file."""
+        """The value heads of some neighbouring key heads, as runs of neighbours, in the order of the file."""
         together, first, stop = self.value_heads // self.key_heads, key_heads.start, key_heads.stop
         if not self.tiled or stop - first == self.key_heads:
             return (slice(first * together, stop * together),)
@@ -85,7 +90,7 @@ class LinearAttention:
 
     @property
     def by_key_head(self) -> list[int]:
-        """The value heads, those of the first key head first."""
+        """The numbers of the value heads, sorted by their key heads."""
         heads = range(self.value_heads)
         return sorted(heads, key=lambda head: head % self.key_heads) if self.tiled else list(heads)
 
@@ -101,38 +106,45 @@ class LinearAttention:
 
     @property
     def channels(self) -> int:
-        """Width of what the convolution sees: queries, keys and values."""
+        """Width of the inputs of the convolution: queries, keys and values."""
         return 2 * self.keys + self.values
 
     @property
     def state_shape(self) -> tuple[int, int, int]:
-        """Of a layer's state, float32: `[value_heads, key_dim, value_dim]`."""
+        """The shape of a layer's state, which is float32: `[value_heads, key_dim, value_dim]`."""
         return self.value_heads, self.key_dim, self.value_dim
 
     @property
     def key_head_numbers(self) -> int:
-        """Of a layer's state, with what the convolution still sees, those that belong to one key head."""
+        """How many numbers of a layer's state, and of the earlier tokens' inputs of the convolution, belong to one key
+        head."""
         heads, key_dim, value_dim = self.state_shape
         return (heads * key_dim * value_dim + (self.kernel - 1) * self.channels) // self.key_heads
 
     def state_bytes(self, dtype: torch.dtype) -> int:
-        """Of one state of all layers, with the tokens that the convolution still sees."""
+        """Bytes of one state for each of the layers, with the earlier tokens' inputs of the convolution in `dtype`."""
         heads, key_dim, value_dim = self.state_shape
         past = (self.kernel - 1) * self.channels * dtype.itemsize
         return len(self.layers) * (4 * heads * key_dim * value_dim + past)
 
     def row_bytes(self, dtype: torch.dtype) -> int:
-        """Of what is kept of a token in all layers, so that it can be taken back: what the convolution sees, beta and
-        decay."""
+        """Bytes that are kept for a token in all layers, so that the token can be removed: its inputs of the
+        convolution, beta and decay, in `dtype`."""
         return len(self.layers) * (self.channels + 2 * self.value_heads) * dtype.itemsize
 
 
 def linear_attention(names: LinearNames | None, raw: Mapping[str, Any], num_layers: int) -> LinearAttention | None:
-    """What a `config.json` says of it. One that is made of a GGUF file has further keys: `linear_inputs`,
-    `linear_tiled` and `linear_plain_decay`.
+    """Reads the linear attention of a model from its `config.json`; `None` if no layer has it.
+
+    The `config.json` that is made for a GGUF file has additional keys: `linear_inputs`, `linear_tiled` and
+    `linear_plain_decay`.
+
+    Args:
+        names: those of the family; `None` if it has no linear attention.
+        raw: the content of `config.json`.
 
     Raises:
-        KeyError, TypeError, ValueError: it does not say what is needed, or something impossible.
+        KeyError, TypeError, ValueError: a value is missing or impossible.
     """
     if names is None:
         return None

@@ -1,8 +1,8 @@
 """Weights in four to eight bits as checkpoints store them: GPTQ, AWQ, compressed-tensors, FP8 and GGUF.
 
-Which of a model's matrices are stored so, and how, is in its `config.json`; it says what they take before a file is
-there. What is read becomes one of `kernels.quantised`'s matrices. Activations are not quantised, whatever a checkpoint
-asks for.
+The `config.json` of a model says which matrices are stored in few bits, and how. So their size in memory is known
+before the weights are downloaded. A matrix is read as one of the classes of `kernels.quantised`. Activations are never
+quantised, even if a checkpoint asks for it.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ SUPPORTED = (
     "weights in float32, bfloat16 and float16; GPTQ with 4 or 8 bits; AWQ (gemm); FP8 (e4m3); compressed-tensors "
     "(pack-quantized, int-quantized, float-quantized, naive-quantized); GGUF files"
 )
-"""What messages say that can be read."""
+"""The supported formats, for messages."""
 
 _SCALES = (torch.float16, torch.bfloat16, torch.float32)
 _INT32, _INT8, _FP8 = (torch.int32,), (torch.int8,), (torch.float8_e4m3fn,)
 
 _AWQ_FIELDS = (0, 4, 1, 5, 2, 6, 3, 7)
-"""The field of a word that each of eight neighbouring outputs is in."""
+"""For each of eight neighbouring outputs, its field in a word."""
 
 
 class StoredTensors(Protocol):
-    """The part of `checkpoint.Checkpoint` that is needed here. Tensors are brought to where they are used first, so
-    that it is a GPU that puts them in order."""
+    """The methods of `checkpoint.Checkpoint` that are needed here. Tensors are copied to the device first, so that a
+    GPU rearranges them."""
 
     def has(self, name: str) -> bool:
         """Whether there is a tensor of this name."""
@@ -54,45 +54,47 @@ class StoredTensors(Protocol):
         """A copy of the tensor as it is stored, on the device.
 
         Raises:
-            ModelError: it is missing, or has another shape or number format.
+            ModelError: the tensor is missing, or has another shape or dtype.
         """
         ...
 
 
 class Quantisation(ABC):
-    """How matrices of a model are stored that are not in a floating-point format."""
+    """How the quantised matrices of a model are stored."""
 
     activations: bool
-    """Whether the checkpoint asks for quantised activations, which is not done."""
+    """Whether the checkpoint asks for quantised activations, which are not supported: they are not quantised."""
 
     @property
     @abstractmethod
     def name(self) -> str:
-        """What messages call it."""
+        """The name for messages."""
 
     @abstractmethod
     def covers(self, name: str) -> bool:
-        """Whether the matrix of the projection `name` is stored so."""
+        """Whether the matrix of the projection `name` is quantised."""
 
     @abstractmethod
     def num_bytes(self, name: str, outputs: int, inputs: int, columns: slice | None = None) -> int:
-        """What such a matrix takes as it is held, where scales have as many bits as is usual.
+        """The size of the matrix of the projection `name` in memory, in bytes, if scales have the usual number of bits.
 
-        Args: `columns` are the inputs that a rank holds.
+        Args:
+            outputs, inputs: the shape of the matrix; the outputs are those that a rank holds.
+            columns: the inputs that a rank holds; `None`: all.
         """
 
     @abstractmethod
     def read(self, source: StoredTensors, name: str, outputs: int, inputs: int) -> QuantisedMatrix:
-        """The matrix of the projection `name`.
+        """Reads the matrix of the projection `name`, `[outputs, inputs]`.
 
         Raises:
-            ModelError: its tensors are missing, or are not as the configuration says.
+            ModelError: its tensors are missing, or do not agree with the configuration.
         """
 
 
 @dataclass(frozen=True)
 class Gguf(Quantisation):
-    """In blocks of neighbouring inputs, a format for each matrix. `weight` `[outputs, bytes]`."""
+    """Blocks of neighbouring inputs; each matrix has its own format. Tensor: `weight` `[outputs, bytes]`."""
 
     forms: tuple[tuple[str, str], ...]
     """The format of each projection."""
@@ -110,7 +112,7 @@ class Gguf(Quantisation):
         first, stop, _ = (columns or slice(None)).indices(inputs)
         if first % in_block or stop % in_block:
             raise ModelError(
-                f"{name} is in {self._form_of[name]}, in blocks of {in_block} inputs, of which a rank would hold "
+                f"{name} is in {self._form_of[name]}, in blocks of {in_block} inputs, but a rank would hold the inputs "
                 f"{first:,} to {stop:,}; give another number of --gpus"
             )
         return outputs * ((stop - first) // in_block) * num_bytes
@@ -134,21 +136,21 @@ class Gguf(Quantisation):
 
 @dataclass(frozen=True)
 class GroupedQuantisation(Quantisation):
-    """Of a model's layers, in groups of inputs."""
+    """Quantised matrices of a model's layers, in groups of inputs."""
 
     bits: int
     """4 or 8."""
     group_size: int
-    """Inputs that have a scale of their own; 0 where all of an output have one."""
+    """How many inputs share a scale; 0: all inputs of an output share one."""
     symmetric: bool
-    """Whether zero is the same number everywhere."""
+    """Whether the zero point is the same everywhere."""
     left_out: tuple[str, ...]
-    """Of matrices that are stored as usual: their names, parts of these between two dots, or their ends; or `re:` and
-    what the names begin with."""
+    """Matrices that are not quantised. An entry is a name, the beginning of names up to a dot, a part of names between
+    two dots, or the end of names; or `re:` and a regular expression that matches the beginning of names."""
     ordered: bool
     """Whether the file says which group each input belongs to (`desc_act`)."""
     activations: bool
-    """Whether the checkpoint asks for quantised activations, which is not done."""
+    """Whether the checkpoint asks for quantised activations, which are not supported: they are not quantised."""
 
     scale_bytes: ClassVar[int] = 2
 
@@ -163,7 +165,7 @@ class GroupedQuantisation(Quantisation):
 
     @property
     def multiples(self) -> tuple[int, int]:
-        """Of what outputs and inputs are multiples."""
+        """The numbers of which the number of outputs and the number of inputs must be multiples."""
         return 1, 1
 
     @abstractmethod
@@ -174,7 +176,7 @@ class GroupedQuantisation(Quantisation):
         return name.startswith("model.layers.") and not any(_matches(part, name) for part in self.left_out)
 
     def groups(self, inputs: int) -> int:
-        """Scales of an output."""
+        """The number of scales of an output."""
         return -(-inputs // self.group_size) if self.group_size else 1
 
     def num_bytes(self, name: str, outputs: int, inputs: int, columns: slice | None = None) -> int:
@@ -190,9 +192,13 @@ class GroupedQuantisation(Quantisation):
     def _matrix(
         self, values: Tensor, scales: Tensor, zeros: Tensor | int = 0, group_of: Tensor | None = None
     ) -> GroupedMatrix:
-        """Args:
-        values: what is held of an output may have several dimensions.
-        group_of: the group of each input where that is stored.
+        """Makes the matrix from its tensors.
+
+        Args:
+            values: the first dimension is the outputs; the others, one or several, are the inputs.
+            scales: `[outputs, groups]`.
+            zeros: zero points `[outputs, groups]`, or the same one everywhere.
+            group_of: the group of each input if that is stored.
         """
         inputs, groups = values[0].numel() * 8 // self.bits, scales.shape[1]
         if scales.dtype == torch.float32 and self.scale_bytes == 2 and torch.equal(scales.half().float(), scales):
@@ -210,7 +216,7 @@ class GroupedQuantisation(Quantisation):
         return GroupedMatrix(values.flatten(1), scales.contiguous(), zeros, self.bits, group_of)
 
     def _group_of(self, source: StoredTensors, name: str, inputs: int) -> Tensor | None:
-        """The group of each input, from the tensor of this name if there is one."""
+        """The group of each input, from the tensor `name`; `None` if there is no such tensor."""
         if not source.has(name):
             return None
         found = source.stored(name, inputs, dtypes=(torch.int32, torch.int64)).long()
@@ -222,11 +228,11 @@ class GroupedQuantisation(Quantisation):
 
 @dataclass(frozen=True)
 class Gptq(GroupedQuantisation):
-    """`qweight` `[inputs / fields, outputs]`, `qzeros` `[groups, outputs / fields]`, `scales` `[groups, outputs]`, and
-    perhaps `g_idx` `[inputs]`. A word of 32 bits has `fields` numbers, the first in its lowest bits."""
+    """GPTQ. Tensors: `qweight` `[inputs / fields, outputs]`, `qzeros` `[groups, outputs / fields]`, `scales` `[groups,
+    outputs]`, and perhaps `g_idx` `[inputs]`. A word of 32 bits has `fields` numbers, the first in its lowest bits."""
 
     zeros_less_one: bool
-    """Whether zeros are stored less one, as in the first version of the format: one is added to each field."""
+    """Whether zero points are stored minus one, as in the first version of the format. Then 1 is added to each."""
 
     @property
     def name(self) -> str:
@@ -249,8 +255,8 @@ class Gptq(GroupedQuantisation):
 
 @dataclass(frozen=True)
 class Awq(GroupedQuantisation):
-    """`qweight` `[inputs, outputs / 8]`, `qzeros` `[groups, outputs / 8]`, `scales` `[groups, outputs]`. A word of 32
-    bits has the numbers of eight outputs, in an order of its own."""
+    """AWQ. Tensors: `qweight` `[inputs, outputs / 8]`, `qzeros` `[groups, outputs / 8]`, `scales` `[groups, outputs]`.
+    A word of 32 bits has the numbers of eight outputs, in the order of `_AWQ_FIELDS`."""
 
     @property
     def name(self) -> str:
@@ -266,7 +272,7 @@ class Awq(GroupedQuantisation):
         zeros = source.stored(f"{name}.qzeros", groups, outputs // 8, dtypes=_INT32)
         scales = source.stored(f"{name}.scales", groups, outputs, dtypes=_SCALES)
         found = words.view(torch.uint8).view(inputs, -1, 4)
-        even, odd = found[0::2], found[1::2]  # inputs, which share bytes in what is held
+        even, odd = found[0::2], found[1::2]  # an even input and the next one share bytes in `GroupedMatrix.values`
         fields = torch.stack((even & 15 | odd << 4, even >> 4 | odd & 240), dim=-1).flatten(2)
         values = fields[:, :, _AWQ_FIELDS].flatten(1).T
         return self._matrix(values, scales.T, _fields(zeros, 4).unflatten(1, (-1, 8))[:, :, _AWQ_FIELDS].flatten(1).T)
@@ -274,13 +280,14 @@ class Awq(GroupedQuantisation):
 
 @dataclass(frozen=True)
 class CompressedTensors(GroupedQuantisation):
-    """`weight_packed` `[outputs, inputs / fields]`, words of 32 bits with numbers that zero is in the middle of, or
-    `weight` `[outputs, inputs]`, int8 or FP8; `weight_scale` `[outputs, groups]`, or one; perhaps `weight_zero_point`
-    and `weight_g_idx`."""
+    """compressed-tensors. Tensors: `weight_packed` `[outputs, inputs / fields]`, words of 32 bits whose numbers have
+    zero in the middle of their range, or `weight` `[outputs, inputs]`, int8 or FP8; `weight_scale` `[outputs, groups]`,
+    or one scale; perhaps `weight_zero_point` and `weight_g_idx`."""
 
     kind: str
     """`packed`, `int8` or `fp8`."""
     one_scale: bool
+    """Whether the whole matrix has one scale."""
 
     @property
     def name(self) -> str:
@@ -297,7 +304,7 @@ class CompressedTensors(GroupedQuantisation):
         if self.kind == "packed":
             words = source.stored(f"{name}.weight_packed", outputs, inputs // fields, dtypes=_INT32)
             values, zeros = words.contiguous().view(torch.uint8), 1 << self.bits - 1
-            if source.has(f"{name}.weight_shape"):  # which the configuration says too
+            if source.has(f"{name}.weight_shape"):  # not needed: the shape follows from the configuration
                 source.stored(f"{name}.weight_shape", 2, dtypes=(torch.int32, torch.int64))
             if not self.symmetric:
                 stored = source.stored(f"{name}.weight_zero_point", outputs // fields, groups, dtypes=_INT32)
@@ -313,11 +320,11 @@ class CompressedTensors(GroupedQuantisation):
 
 @dataclass(frozen=True)
 class Fp8(GroupedQuantisation):
-    """`weight` `[outputs, inputs]` in e4m3 and `weight_scale_inv`, by which it is multiplied, for each block of outputs
-    and inputs; or one scale, `weight_scale` or `weight_scale_inv`."""
+    """FP8. Tensors: `weight` `[outputs, inputs]` in e4m3, and `weight_scale_inv`, a factor for each block of outputs
+    and inputs; or one factor for all, `weight_scale` or `weight_scale_inv`."""
 
     block_rows: int
-    """Outputs of a block; 0 where there is one scale."""
+    """The number of outputs of a block; 0 if there is one scale for all."""
 
     @property
     def name(self) -> str:
@@ -339,7 +346,7 @@ def part_of(matrix: QuantisedMatrix, rows: slice | None, columns: slice | None) 
     """A rank's part of a matrix: some outputs, and some inputs.
 
     Raises:
-        ModelError: the inputs begin or end within a byte, or a block.
+        ModelError: the inputs begin or end inside a byte or a block.
     """
     rows, columns = rows or slice(None), columns or slice(None)
     first, stop, _ = columns.indices(matrix.shape[1])
@@ -375,15 +382,15 @@ def part_of(matrix: QuantisedMatrix, rows: slice | None, columns: slice | None) 
 
 
 def _copied(part: Tensor, whole: Tensor) -> Tensor:
-    """A part of a tensor in memory of its own, so that the rest goes."""
+    """Copies a part of a tensor to memory of its own, so that the rest can be freed."""
     return whole if part.shape == whole.shape else lasting(part)
 
 
 def joined_inputs(parts: Sequence[QuantisedMatrix]) -> QuantisedMatrix:
-    """Parts of a matrix with the same outputs, whose inputs follow one another.
+    """Joins parts of a matrix that have the same outputs. Their inputs follow one another.
 
     Raises:
-        ModelError: they are several, and the inputs are in groups that are not alike.
+        ModelError: there are several parts, and a part has inputs whose groups are not neighbours of equal size.
     """
     if len(parts) == 1:
         return parts[0]
@@ -400,12 +407,14 @@ def joined_inputs(parts: Sequence[QuantisedMatrix]) -> QuantisedMatrix:
 
 
 def quantisation_of(raw: dict[str, Any], path: Any) -> Quantisation | None:
-    """What a `config.json` says of quantised weights; `None`: they are stored as usual.
+    """Reads from a `config.json` how weights are quantised; `None` if they are not quantised.
 
-    Args: `path` is what messages name.
+    Args:
+        raw: the content of `config.json`.
+        path: the file that messages name.
 
     Raises:
-        ModelError: it asks for something that is not read.
+        ModelError: the format is not supported, or cannot be read.
     """
     given = raw.get("quantization_config") or raw.get("compression_config")
     if not given:
@@ -425,7 +434,7 @@ def quantisation_of(raw: dict[str, Any], path: Any) -> Quantisation | None:
 
 
 class _Unsupported(Exception):
-    """Something of a `quantization_config` that is not read."""
+    """A property of a `quantization_config` that is not supported."""
 
 
 def _gguf(given: dict[str, Any]) -> Quantisation:
@@ -480,7 +489,7 @@ _KINDS = {
     "float-quantized": {"float": "fp8"},
     "naive-quantized": {"int": "int8", "float": "fp8"},
 }
-"""By a format of compressed-tensors and a type of numbers."""
+"""`CompressedTensors.kind` by the format and the type of numbers of compressed-tensors."""
 
 
 def _compressed_tensors(given: dict[str, Any]) -> Quantisation:
@@ -541,10 +550,10 @@ def _yes(given: dict[str, Any], key: str, default: bool) -> bool:
 
 
 def _listed(given: dict[str, Any], key: str) -> tuple[str, ...]:
-    """Names, or patterns that take no time to match.
+    """Reads a list of names, or of patterns that are quick to match.
 
     Raises:
-        ValueError: something else.
+        ValueError: the value is something else, or a pattern may take long to match.
     """
     names = given.get(key) or []
     if not isinstance(names, list) or not all(isinstance(name, str) and name for name in names):
@@ -558,13 +567,13 @@ def _listed(given: dict[str, Any], key: str) -> tuple[str, ...]:
 
 
 def _matches(part: str, name: str) -> bool:
-    """Whether `part`, one of `Quantisation.left_out`, means the matrix of this name."""
+    """Whether `part`, an entry of `GroupedQuantisation.left_out`, matches the matrix `name`."""
     if part.startswith("re:"):
         return re.match(part[3:], name) is not None
     return name == part or name.startswith(f"{part}.") or name.endswith(part) or f".{part}." in name
 
 
 def _fields(words: Tensor, bits: int) -> Tensor:
-    """The numbers in 32-bit words, from the lowest bits of each on: uint8 `[n, m * 32 / bits]` of `[n, m]`."""
+    """The numbers in the 32-bit words `[n, m]`, from the lowest bits of each word on: uint8 `[n, m * 32 / bits]`."""
     found = words.contiguous().view(torch.uint8)
     return torch.stack((found & 15, found >> 4), dim=-1).flatten(1) if bits == 4 else found

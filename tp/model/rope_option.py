@@ -1,4 +1,4 @@
-"""RoPE scaling as a user asks for it: YaRN, by a factor. Does not import PyTorch."""
+"""The option for RoPE scaling: YaRN with a factor. Does not import PyTorch."""
 
 from __future__ import annotations
 
@@ -7,16 +7,18 @@ from typing import Any
 from ..errors import UsageError
 
 MOST_FACTOR = 1024
-"""By which positions are multiplied at most."""
+"""The maximum factor by which positions are multiplied."""
 
 
 def parse_rope_scaling(text: str, max_positions: int) -> dict[str, Any]:
-    """The `rope_scaling` of a `config.json` for `yarn:FACTOR` or `yarn:FACTOR:ORIGINAL`.
+    """Converts `yarn:FACTOR` or `yarn:FACTOR:ORIGINAL` to the `rope_scaling` of a `config.json`.
 
-    Args: `max_positions` are those of the model, from which it is scaled unless `ORIGINAL` says otherwise.
+    Args:
+        text: the value of the option.
+        max_positions: the positions of the model; they are the original positions unless `ORIGINAL` is given.
 
     Raises:
-        UsageError: it is something else.
+        UsageError: `text` is something else.
     """
     kind, _, numbers = text.partition(":")
     factor, _, original = numbers.partition(":")

@@ -1,4 +1,4 @@
-"""RoPE scaling, by which a model is extended to contexts longer than its original ones: parameters and frequencies.
+"""RoPE scaling, which extends a model to contexts longer than its original context: parameters and frequencies.
 
 Scalings: none, linear (position interpolation, arXiv 2306.15595), dynamic (NTK-aware, recomputed as the sequence
 grows), YaRN (arXiv 2309.00071) and Llama 3.1's. The meaning and the defaults of the parameters are those of
@@ -19,26 +19,31 @@ ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "llama3")
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """RoPE's base and scaling. Parameters that a type does not use keep their defaults and have no effect.
-
-    `original_positions` is the context without the scaling, in tokens; `attention_factor` scales cosines and sines.
-    """
+    """RoPE's base and scaling. Parameters that a type does not use keep their defaults and have no effect."""
 
     theta: float = 10000.0
+    """The base."""
     type: str = "default"
+    """One of `ROPE_TYPES`."""
     factor: float = 1.0
     original_positions: int = 1
+    """The context without the scaling, in tokens."""
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     truncate: bool = True
     attention_factor: float = 1.0
+    """The factor on cosines and sines."""
 
     @classmethod
     def of_layers(cls, raw: dict[str, Any], max_positions: int) -> tuple[RopeConfig, RopeConfig]:
-        """Those of a `config.json` whose layers with sliding windows have a RoPE of their own: of the others, and of
-        these. transformers 5 writes one behind the other, by the types of layers; others write keys for both.
+        """Reads a `config.json` in which layers with sliding windows have a RoPE of their own.
+
+        transformers 5 writes parameters for each type of layer. Others write separate keys for the two types.
+
+        Returns:
+            RoPE of the layers without a window, and RoPE of the layers with a window.
 
         Raises:
             KeyError, TypeError, ValueError: see `from_raw`.
@@ -60,8 +65,8 @@ class RopeConfig:
         """Reads the RoPE part of a `config.json` whose `max_position_embeddings` is `max_positions`.
 
         Raises:
-            KeyError: a parameter that the type needs is not given.
-            TypeError, ValueError: a value of the wrong kind, or an impossible one.
+            KeyError: a parameter that the type needs is missing.
+            TypeError, ValueError: a value is of the wrong kind, or impossible.
         """
         given = rope_parameters(raw)
         kind = rope_type(raw)
@@ -70,7 +75,7 @@ class RopeConfig:
             raise ValueError(f"rope_theta {theta:g}, which must be above 1")
         if kind == "default":
             return cls(theta)
-        # The original context may be given inside or outside the RoPE parameters; the latter takes precedence.
+        # The original context may be given inside or outside the RoPE parameters; outside takes precedence.
         original = raw.get("original_max_position_embeddings") or given.get("original_max_position_embeddings")
         original = max_positions if kind in ("linear", "dynamic") else int(original or max_positions)
         if kind == "yarn" and given["factor"] is None:
@@ -97,20 +102,25 @@ class RopeConfig:
         return cls(theta, kind, factor, original)
 
     def positions(self, max_positions: int) -> int:
-        """The context length of the model, in tokens. `max_positions` is what its `config.json` gives, which with some
-        scalings is the context without the scaling in some models and with it in others."""
+        """The context length of the model, in tokens, with the scaling.
+
+        Args:
+            max_positions: `max_position_embeddings` of its `config.json`. With some scalings, this is the context
+                without the scaling in some models, and with the scaling in others.
+        """
         if self.type in ("linear", "dynamic", "yarn"):
             return max(max_positions, int(self.original_positions * self.factor))
         return max_positions
 
     def inverse_frequencies(self, head_dim: int, lengths: Tensor) -> Tensor:
-        """Radians a position advances each pair of dimensions by, float32 on the CPU.
+        """The angle in radians by which each position advances each pair of dimensions, float32 on the CPU.
 
-        They are computed in the order in which `transformers` does: an angle a million positions on is a million times
-        as wrong as its frequency, so that even another rounding of that changes logits.
+        Operations have the same order as in `transformers`. At position one million, the error of an angle is a million
+        times the error of its frequency. So even another rounding of the frequency changes logits.
 
         Args:
-            lengths: `[n]` int64, for each of `n` positions the length of the sequence when its token is added; only
+            head_dim: the number of rotated dimensions.
+            lengths: `[n]` int64, for each of `n` positions the length of the sequence when its token is added. Only
                 dynamic scaling uses it.
 
         Returns:
@@ -119,7 +129,7 @@ class RopeConfig:
         exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
         if self.type == "dynamic":
             stretch = self.factor * lengths / self.original_positions - (self.factor - 1)
-            # In float64, as PyTorch computes the power of a single number, and not that of many.
+            # In float64, as PyTorch does for the power of a single number, but not for a tensor of many.
             bases = self.theta * (stretch.clamp_min(1.0).double() ** (head_dim / (head_dim - 2))).float()
             return 1.0 / bases.unsqueeze(1) ** exponents
         frequencies = 1.0 / self.theta**exponents
@@ -133,7 +143,8 @@ class RopeConfig:
         return frequencies
 
     def _llama3(self, frequencies: Tensor) -> Tensor:
-        """Frequencies that turn rarely within the original context are divided by the factor, fast ones are kept."""
+        """Frequencies that turn rarely within the original context are divided by the factor; fast ones are kept, and
+        those between are interpolated."""
         wavelengths = 2 * math.pi / frequencies
         turns = self.original_positions / wavelengths
         kept = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
@@ -146,7 +157,7 @@ class RopeConfig:
         """The share of each frequency that is not scaled, `[head_dim / 2]`, falling from 1 to 0 along a ramp."""
 
         def pair_that_turns(turns: float) -> float:
-            """The (fractional) index of the pair of dimensions that makes so many turns within the original context."""
+            """The (fractional) index of the pair of dimensions that makes `turns` turns within the original context."""
             return head_dim * math.log(self.original_positions / (turns * 2 * math.pi)) / (2 * math.log(self.theta))
 
         first, last = pair_that_turns(self.beta_fast), pair_that_turns(self.beta_slow)
@@ -159,8 +170,8 @@ class RopeConfig:
 
 
 def rope_parameters(raw: dict[str, Any]) -> dict[str, Any]:
-    """The RoPE part of a `config.json`: `rope_parameters` (transformers 5), or `rope_scaling` (before), which takes
-    precedence."""
+    """The RoPE part of a `config.json`: `rope_scaling` (before transformers 5), which takes precedence, or
+    `rope_parameters` (transformers 5)."""
     return raw.get("rope_scaling") or raw.get("rope_parameters") or {}
 
 
@@ -171,7 +182,8 @@ def rope_type(raw: dict[str, Any]) -> str:
 
 
 def _yarn_attention_factor(given: dict[str, Any], factor: float) -> float:
-    """The factor on cosines and sines: as given, or the paper's for `factor` (section 3.4), or a ratio of two such."""
+    """The factor on cosines and sines: the given one, or a ratio of two (`mscale`, `mscale_all_dim`), or that of the
+    paper for `factor` (section 3.4)."""
 
     def suggested(weight: float) -> float:
         return 0.1 * weight * math.log(factor) + 1.0

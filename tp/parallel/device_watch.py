@@ -1,8 +1,8 @@
-"""The time limit for what ranks do together on GPUs.
+"""The time limit for collectives of ranks on GPUs.
 
 NCCL's collectives wait for the other ranks on the device, and the host waits for the device, where no error can be
-raised: a rank that hangs would have the others wait for ever. PyTorch's own watch sees no collective of a captured
-pass, and aborts the process without saying in words what it waited for.
+raised. Without a time limit, the others would wait forever for a rank that hangs. PyTorch's own watchdog does not see
+the collectives of a captured pass, and aborts the process without a message about what it waited for.
 """
 
 from __future__ import annotations
@@ -20,25 +20,28 @@ from ..errors import HangError
 from .launch import record
 
 _CHECK_S = 1.0
-"""Seconds between two looks at what is under way."""
+"""Seconds between two checks of the operations that are running."""
 
 
 class Event(Protocol):
-    """A mark behind what a device was given, as `torch.cuda.Event`."""
+    """A mark behind the work that was submitted to a device, as `torch.cuda.Event`."""
 
     def query(self) -> bool:
-        """Whether the device has come to it."""
+        """Whether the device has reached the mark."""
         ...
 
 
 class DeviceWatch:
-    """Ends this process when something that its GPU was given is not done within the time limit, from a thread."""
+    """A thread that ends this process if its GPU does not finish an operation within the time limit."""
 
     def __init__(self, rank: int, limit_s: float, end: Callable[[HangError], None] | None = None) -> None:
-        """Args:
-        limit_s: seconds.
-        end: called with the error, once; by default the error is recorded for the launcher, or printed, and the process
-            ends with its exit code.
+        """Starts the thread.
+
+        Args:
+            rank: the number of this rank, for messages.
+            limit_s: the time limit in seconds.
+            end: called once, with the error. By default, the error is recorded for the launcher, or printed if there is
+                no launcher, and the process ends with the exit code of the error.
         """
         self._rank, self._limit_s, self._end = rank, limit_s, end or _end_process
         self._called: tuple[str, float] | None = None
@@ -48,7 +51,8 @@ class DeviceWatch:
 
     @contextmanager
     def call(self, kind: str) -> Iterator[None]:
-        """A block that calls an operation, in which the host may wait too: at the first NCCL connects the ranks."""
+        """A context in which an operation is called. The host may wait in it too: at the first call, NCCL connects the
+        ranks."""
         self._called = kind, time.monotonic()
         try:
             yield
@@ -56,7 +60,7 @@ class DeviceWatch:
             self._called = None
 
     def note(self, kind: str, event: Event) -> None:
-        """Is told that the device was just given an operation, and `event` behind it."""
+        """Notes that an operation was just submitted to the device, and `event` behind it."""
         self._under_way.append((kind, time.monotonic(), event))
 
     def stop(self) -> None:
@@ -74,7 +78,7 @@ class DeviceWatch:
 
 
 def hang_message(rank: int, seconds: float, kind: str) -> str:
-    """What is said where a rank has waited for the others as long as it may, in an operation of this kind."""
+    """The message of a rank that has reached the time limit while it waited in an operation of this kind."""
     return (
         f"rank {rank} waited {seconds:.0f} s for the other ranks in {kind}, which is the limit: one of them hangs, or "
         "what rank 0 writes is not read; if it happens again on GPUs, try NCCL_P2P_DISABLE=1"
@@ -82,7 +86,7 @@ def hang_message(rank: int, seconds: float, kind: str) -> str:
 
 
 def _is_done(event: Event) -> bool:
-    with suppress(RuntimeError):  # an error of the device belongs to the run, which will see it
+    with suppress(RuntimeError):  # an error of the device is raised in the run itself
         return event.query()
     return True
 

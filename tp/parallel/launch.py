@@ -1,7 +1,7 @@
 """Starts ranks on this machine, and makes sure that they end together.
 
-PyTorch's elastic launcher starts them, finds a free port on loopback, watches them and stops all when one fails. In
-addition `Guard`, in each rank, ends the rank when its launcher is gone, or when it does not end on a signal.
+PyTorch's elastic launcher starts the ranks, finds a free port on loopback, watches the ranks and stops all of them when
+one fails. In addition, `Guard` in each rank ends the rank when its launcher is gone, or when a signal does not end it.
 """
 
 from __future__ import annotations
@@ -28,38 +28,44 @@ from ..errors import HangError, PeerError, TriforceError, UsageError
 from .siblings import has_ended, rank_processes, siblings
 
 RANK_0_GRACE_S, GRACE_S = 6.0, 2.0
-"""Seconds to ending by force: of rank 0, which still writes statistics, from a signal that is to end it at once; of
-others from the end of rank 0."""
+"""Seconds until a rank is ended by force. For rank 0, which still writes statistics, they count from a signal that is
+to end it at once. For other ranks, they count from the end of rank 0."""
 
 _CHECK_S = 0.5
 """Seconds between a rank's checks whether its launcher is alive."""
 
 
 _FOLLOW_UPS = (PeerError.exit_code, -signal.SIGTERM, 128 + signal.SIGTERM)
-"""Exit codes of ranks that have ended because another one did."""
+"""Exit codes of ranks that ended because another rank had ended."""
 
 
 @dataclass(frozen=True)
 class Failure:
-    """How a rank failed: its exit code (negative: the signal that killed it), and its error message or an empty one."""
+    """How a rank failed."""
 
     rank: int
     exit_code: int
+    """Negative: the number of the signal that killed the rank."""
     message: str
+    """The error message; may be empty."""
 
 
 def launch(command: Sequence[str], ranks: int, ready: Callable[[], None]) -> int:
     """Runs `command` in `ranks` processes that share stdin, stdout and stderr, and waits for them. Signals are passed
-    on to rank 0 alone, which ends the others in its own time.
+    on only to rank 0, which ends the others when it is ready.
 
-    Args: `ready` is called when the launcher is imported, before any process is started.
+    Args:
+        command: the program and its arguments.
+        ranks: the number of processes.
+        ready: called after the launcher is imported, before any process is started.
 
     Returns:
-        0; or the exit code of rank 0, if it failed and has printed why; or 128 plus the number of the signal that ended
-        the run.
+        0; or the exit code of rank 0, if it failed and has printed its error; or 128 plus the number of the signal that
+        ended the run.
 
     Raises:
-        TriforceError: another rank failed; with the message of the first failure, and a `UsageError` if that was one.
+        TriforceError: another rank failed. It has the message of the first failure, and is a `UsageError` if that was a
+            `UsageError`.
     """
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -67,8 +73,8 @@ def launch(command: Sequence[str], ranks: int, ready: Callable[[], None]) -> int
 
     ready()
     os.environ.update(_environment(os.environ, ranks))
-    logging.disable(logging.CRITICAL)  # the launcher's messages are about processes; ours, about ranks, replace them
-    # Releases without this field handle all signals, also SIGHUP under nohup.
+    logging.disable(logging.CRITICAL)  # the launcher's messages about processes are replaced by messages about ranks
+    # Releases of PyTorch without this field handle all signals, even SIGHUP under nohup.
     fields = {field.name for field in dataclasses.fields(LaunchConfig)}
     rank_0 = _RankZero()
     handled: dict[str, Any] = {"signals_to_handle": "SIGQUIT"} if "signals_to_handle" in fields else {}
@@ -99,13 +105,14 @@ def launch(command: Sequence[str], ranks: int, ready: Callable[[], None]) -> int
 
 
 def _handled_signals() -> list[signal.Signals]:
-    """The signals that end a run, but for those that this process ignores, as under `nohup`."""
+    """The signals that end a run, except those that this process ignores, as under `nohup`."""
     ends = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
     return [number for number in ends if signal.getsignal(number) != signal.SIG_IGN]
 
 
 class _RankZero:
-    """Within this block signals to this process are passed on to rank 0, or end the launcher where there is none."""
+    """Within this context, signals to this process are passed on to rank 0. If there is no rank 0, they end the
+    launcher."""
 
     def __init__(self) -> None:
         self._passed_on: int | None = None  # the first one
@@ -122,7 +129,7 @@ class _RankZero:
             signal.signal(number, handler)
 
     def stopped_by_signal(self, failures: Sequence[Failure]) -> int | None:
-        """128 plus the number of the signal that ended the ranks; `None` if one of them failed."""
+        """128 plus the number of the signal that ended the ranks; `None` if a rank failed."""
         if any(failure.rank and failure.exit_code not in _FOLLOW_UPS for failure in failures):
             return None
         code = next((failure.exit_code for failure in failures if failure.rank == 0), None)
@@ -142,7 +149,7 @@ class _RankZero:
 
 
 def _environment(given: Mapping[str, str], ranks: int) -> dict[str, str]:
-    """Environment variables for ranks on one machine, but for those that the user has set."""
+    """Environment variables for ranks on one machine, except those that the user has set."""
     wanted = {
         "OMP_NUM_THREADS": str(max(1, usable_cores() // ranks)),  # otherwise every rank would use all cores
         "TORCH_CPP_LOG_LEVEL": "ERROR",
@@ -154,12 +161,12 @@ def _environment(given: Mapping[str, str], ranks: int) -> dict[str, str]:
 
 
 def usable_cores() -> int:
-    """Cores that this process may use; on systems that do not tell (macOS), all cores."""
+    """The number of cores that this process may use; on systems that do not report it (macOS), all cores."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _recorded(failure: object) -> str:
-    """The error message that a rank recorded, without the name of the class that `record` wraps errors in."""
+    """The error message that a rank recorded, without the name of the class in which `record` wraps errors."""
     data = getattr(failure, "error_file_data", {})
     message = data.get("message", "") if isinstance(data, dict) else ""
     text = str(message.get("message", "") if isinstance(message, dict) else message)
@@ -167,10 +174,11 @@ def _recorded(failure: object) -> str:
 
 
 def _outcome(failures: list[Failure]) -> int:
-    """The exit code of a run with these failures; raises the first failure's error where rank 0 has not printed it."""
+    """The exit code of a run with these failures, if rank 0 has printed the error; otherwise raises the error of the
+    first failure."""
     hung = HangError.exit_code
     own = [f for f in failures if f.exit_code not in _FOLLOW_UPS]
-    own.sort(key=lambda f: (f.exit_code == hung, f.rank))  # a rank that failed has others wait for it
+    own.sort(key=lambda f: (f.exit_code == hung, f.rank))  # others may hang because they wait for a rank that failed
     first = own[0] if own else failures[0]
     if own and first.rank == 0 and first.exit_code > 0 and first.exit_code != hung:
         return first.exit_code
@@ -184,7 +192,7 @@ def _outcome(failures: list[Failure]) -> int:
 
 
 def record(error: BaseException) -> bool:
-    """Writes `error` to the file that the launcher reads; returns whether there is a launcher."""
+    """Writes `error` to the file that the launcher reads. Returns whether there is a launcher."""
     if "TORCHELASTIC_ERROR_FILE" not in os.environ:
         return False
     from torch.distributed.elastic.multiprocessing.errors import ErrorHandler
@@ -196,9 +204,11 @@ def record(error: BaseException) -> bool:
 
 
 def must_not_finalize() -> bool:
-    """Whether the interpreter must not be taken apart at the end: this process is a member of a group of ranks, or has
-    started ranks, and threads of PyTorch may then still run, over which it would abort now and then. Does not import
-    PyTorch."""
+    """Whether the interpreter must not be finalized when this process ends.
+
+    True if this process is in a group of ranks, or has started ranks. Then threads of PyTorch may still run, and
+    finalizing would sometimes abort the process. Does not import PyTorch.
+    """
     distributed = sys.modules.get("torch.distributed")
     is_initialized = getattr(distributed, "is_initialized", None)  # missing while the module is being imported
     joined = is_initialized is not None and is_initialized()
@@ -210,21 +220,23 @@ class _Plain(Exception):
 
 
 class Guard:
-    """Ends this process by force when it would outlive its run: Python's signal handlers do not run during a blocked
-    collective.
+    """A thread that ends this process by force if it would outlive its run. This is needed because Python's signal
+    handlers do not run during a blocked collective.
 
-    A first SIGTERM, SIGINT or SIGHUP is left to its handler. It ends the process `RANK_0_GRACE_S` seconds after a later
-    one that comes before the first was dealt with, whose handler still runs, and at once when the parent process is
-    gone. It watches from a thread until the process ends.
+    The first SIGTERM, SIGINT or SIGHUP is left to its handler. If another signal comes before the first is handled, so
+    that its handler still runs, the process is ended `RANK_0_GRACE_S` seconds after the second signal. When the parent
+    process is gone, this process is ended at once.
     """
 
     def __init__(self, repeat_s: float, *, dealt_with: Callable[[], int] = lambda: 0, follows: bool = False) -> None:
-        """Must be called in the main thread, after signal handlers are installed: other signals are not noticed.
+        """Starts the thread. Must be called in the main thread, after signal handlers are installed: signals without a
+        handler are not noticed.
 
         Args:
-            repeat_s: seconds from a signal within which another one is the same.
-            dealt_with: how often a signal was dealt with, after which this process went on.
-            follows: whether it ends the process `GRACE_S` seconds after rank 0 as well, which is on this machine.
+            repeat_s: a signal that comes within this number of seconds after another counts as the same signal.
+            dealt_with: returns how many signals were handled so that this process continued.
+            follows: whether this process is also ended `GRACE_S` seconds after the end of rank 0, which is on this
+                machine.
         """
         self._repeat_s, self._dealt_with = repeat_s, dealt_with
         others = siblings() if follows else {}

@@ -1,4 +1,4 @@
-"""The rank of this process among those that were started together. Does not import PyTorch, so that asking is quick."""
+"""The rank of this process among those that were started together. Does not import PyTorch, so it is quick to use."""
 
 from __future__ import annotations
 
@@ -14,17 +14,18 @@ class Place:
 
     rank: int
     size: int
+    """The number of processes."""
     local_rank: int
     """The rank among the processes of this machine."""
     local_size: int
-    """Processes on this machine."""
+    """The number of processes on this machine."""
 
     @classmethod
     def from_environment(cls) -> Place | None:
         """The place of this process; `None` if it was started alone.
 
         Raises:
-            UsageError: the variables are set, but to impossible values.
+            UsageError: the variables have impossible values.
         """
         names = ("RANK", "WORLD_SIZE")
         if not all(name in os.environ for name in names):
@@ -45,7 +46,7 @@ class Place:
         """The place of this process among `gpus` ranks; `None` if it is alone.
 
         Raises:
-            UsageError: the environment says otherwise; see also `from_environment`.
+            UsageError: the environment gives another number of ranks; or see `from_environment`.
         """
         place = cls.from_environment()
         if gpus < 1:

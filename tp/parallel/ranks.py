@@ -3,8 +3,8 @@
 A process alone is a group of one, in which every call returns its argument. Larger groups use `torch.distributed`: Gloo
 between CPUs, NCCL between GPUs. The processes are started by `launch` or by torchrun.
 
-A rank waits for the others no longer than a time limit, except for what may take any time (`patiently`): what rank 0
-begins next, and what a disk does.
+A rank waits for the others up to a time limit. It waits longer (`patiently`) for events that may take any time: the
+next task of rank 0, and operations of a disk.
 """
 
 from __future__ import annotations
@@ -33,18 +33,19 @@ from .place import Place
 T = TypeVar("T")
 
 WAIT_LIMIT_S = 600.0
-"""Seconds that a rank waits for the others inside a round or a slice of a prefill. Ranks compute the same and differ by
-seconds; ten minutes also bear a machine that swaps, and are PyTorch's default for NCCL alone."""
+"""Seconds that a rank waits for the others inside a round or a slice of a prefill. Ranks do the same work, and differ
+by seconds. Ten minutes are enough even for a machine that swaps. PyTorch has the same default, but only for NCCL."""
 
 _PATIENCE = timedelta(days=365)
-"""How long ranks wait for what rank 0 begins next: people leave a conversation or a server alone for days."""
+"""How long ranks wait for the next task of rank 0. A conversation or a server may be idle for days."""
 
 _TIMED_OUT = "Timed out waiting"
-"""What Gloo's error says where a rank has waited for the others as long as it may."""
+"""A part of Gloo's error message when a rank has reached the time limit."""
 
 _LOST = re.compile(r"\A\[\S*gloo/transport/|Application timeout caused pair closure|ncclRemoteError")
-"""What errors say where the connection to another rank is gone: Gloo's of reading and writing, whose text begins with
-the place in its source (others begin with `[enforce fail`); Gloo's after it has timed out once; NCCL's."""
+"""Matches error messages about a lost connection to another rank: those of Gloo when it reads or writes, which begin
+with the place in its source (others begin with `[enforce fail`); those of Gloo after it has timed out once; and those
+of NCCL."""
 
 
 @dataclass
@@ -53,24 +54,28 @@ class Ranks:
 
     rank: int = 0
     size: int = 1
+    """The number of ranks."""
     local_size: int = 1
-    """Ranks on this machine, which share its memory."""
+    """The number of ranks on this machine, which share its memory."""
     collectives: Counter[str] = field(default_factory=Counter)
     """Collective calls so far, by kind, without those of replayed CUDA graphs."""
     _limited: dist.ProcessGroup | None = None
     _patient: dist.ProcessGroup | None = None
     _watch: DeviceWatch | None = None
     on_device: bool = False
-    """Whether a collective has worked on a GPU's memory: NCCL has buffers there since then."""
+    """Whether a collective has worked on the memory of a GPU. If so, NCCL has buffers there."""
 
     @classmethod
     def join(cls, place: Place, device: torch.device, limit_s: float = WAIT_LIMIT_S) -> Ranks:
         """Joins the other ranks at `MASTER_ADDR:MASTER_PORT`, unless this process has joined them already.
 
-        Args: `limit_s` is how many seconds a call waits for the others at most, unless it waits patiently.
+        Args:
+            place: that of this process.
+            device: the device that computes.
+            limit_s: the maximum number of seconds that a call waits for the others, unless it waits patiently.
 
         Raises:
-            UsageError: the environment does not give address and port.
+            UsageError: `MASTER_ADDR` or `MASTER_PORT` is not set.
             TriforceError: the port is taken, or another rank did not join.
         """
         if not dist.is_initialized():
@@ -80,14 +85,14 @@ class Ranks:
             meeting_point = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
             backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
             try:
-                # PyTorch's time limit for these two, 30 minutes, is for the meeting; in collectives ours comes first.
-                group = f"group {_met[meeting_point]}"  # the store still has the addresses of those before
+                # PyTorch's time limit of 30 minutes applies to joining; in collectives, `limit_s` is shorter.
+                group = f"group {_met[meeting_point]}"  # the store still has the addresses of earlier groups
                 store = dist.PrefixStore(group, _store(meeting_point))  # pyright: ignore[reportPrivateImportUsage]
                 dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.size)
             except (RuntimeError, ValueError) as error:  # DistNetworkError and DistStoreError are RuntimeErrors
                 raise TriforceError(_meeting_failure(place, meeting_point, error)) from error
             _met[meeting_point] += 1
-            atexit.register(_leave)  # an exit without leaving the group is aborted by Gloo's threads
+            atexit.register(_leave)  # otherwise, Gloo's threads abort the process when it ends
         limited: Any = dist.new_group(backend="gloo", timeout=timedelta(seconds=limit_s))
         patient: Any = dist.new_group(backend="gloo", timeout=_PATIENCE)
         watch = DeviceWatch(place.rank, limit_s) if device.type == "cuda" else None
@@ -97,13 +102,13 @@ class Ranks:
         return ranks
 
     def sum(self, x: Tensor, kind: str = "all_reduce") -> Tensor:
-        """The sum of all ranks' `x`, in place; counted in `collectives` as `kind`."""
+        """Sums `x` over all ranks, in place, and returns `x`. The call is counted in `collectives` as `kind`."""
         if self.size > 1:
             self._call(kind, lambda: dist.all_reduce(x, group=self._group_of(x)), x.device)
         return x
 
     def least(self, numbers: list[int], *, patiently: bool = False) -> list[int]:
-        """Of each whole number the least that any rank gives. `patiently`: see `share`."""
+        """The minimum of each whole number over all ranks. `patiently`: see `share`."""
         if self.size == 1:
             return numbers
         found = torch.tensor(numbers, dtype=torch.int64)
@@ -112,7 +117,7 @@ class Ranks:
         return found.tolist()
 
     def gather_columns(self, x: Tensor) -> Tensor:
-        """The columns of every rank's `x` `[n, m]` in the order of ranks, `[n, size * m]`."""
+        """The columns of `x` `[n, m]` of all ranks, in the order of ranks: `[n, size * m]`."""
         if self.size == 1:
             return x
         x = x.contiguous()
@@ -121,9 +126,11 @@ class Ranks:
         return torch.cat(parts, dim=-1)
 
     def share(self, value: T, *, patiently: bool = False) -> T:
-        """Rank 0's `value`, which can be any object that can be pickled.
+        """Broadcasts the `value` of rank 0, and returns it.
 
-        Args: `patiently` is whether ranks wait for one another for up to a year, and not up to the time limit.
+        Args:
+            value: any object that can be pickled; only that of rank 0 is used.
+            patiently: whether ranks wait for one another for up to a year, instead of the time limit.
         """
         if self.size == 1:
             return value
@@ -133,7 +140,8 @@ class Ranks:
         return box[0]
 
     def gather(self, value: T) -> list[T]:
-        """Every rank's `value`, in the order of ranks; any objects that can be pickled. Ranks wait patiently."""
+        """The `value` of every rank, in the order of ranks. A value is any object that can be pickled. Ranks wait
+        patiently."""
         if self.size == 1:
             return [value]
         found: list[Any] = [None] * self.size
@@ -141,8 +149,14 @@ class Ranks:
         return found
 
     def failure(self, own: Exception | None) -> Exception | None:
-        """Why something that every rank has tried is to be undone: this rank's `own` failure, or what another says of
-        its own; `None` where none failed."""
+        """Whether an action that every rank has tried must be undone, because it failed on some rank.
+
+        Args:
+            own: the error of this rank; `None` if it succeeded.
+
+        Returns:
+            `own`; or an error with the message of another rank, if only others failed; `None` if none failed.
+        """
         if self.least([int(own is None)])[0]:
             return None
         reasons = self.gather(own and (isinstance(own, CapacityError), str(own)))
@@ -150,7 +164,7 @@ class Ranks:
         return own or (CapacityError if of_memory else TriforceError)(f"rank {rank}: {reason}")
 
     def share_numbers(self, numbers: list[int], room: int) -> list[int]:
-        """Rank 0's integers, at most `room` of them, in one broadcast of fixed size."""
+        """Broadcasts the integers of rank 0, at most `room`, in one broadcast of fixed size, and returns them."""
         if self.size == 1:
             return numbers
         message = torch.zeros(room + 1, dtype=torch.int64)
@@ -161,32 +175,33 @@ class Ranks:
         return message[1 : int(message[0]) + 1].tolist()
 
     def before_leaving(self, act: Callable[[], None]) -> None:
-        """Has a bound method called before the group ends, by `leave` or with the process, if its object is alive."""
+        """Registers a bound method that is called before the group ends, by `leave` or with the process. It is not
+        called if its object no longer exists."""
         _before_leaving[:] = [known for known in _before_leaving if known()]  # a run's objects end with it
         _before_leaving.append(weakref.WeakMethod(act))
 
     def leave(self) -> None:
-        """Leaves the group; every rank must call it."""
+        """Leaves the group. Every rank must call this method."""
         if self.size > 1:
             _leave()
 
     def note_replay(self, device: torch.device) -> None:
-        """Is told that a captured pass, with all its collectives, was just given to `device`, which has it within the
-        time limit like a single collective."""
+        """Notes that a captured pass, with all its collectives, was just submitted to `device`. Like a single
+        collective, it must end within the time limit."""
         if device.type == "cuda":
             self._note("a captured pass", device)
 
     def _group_of(self, x: Tensor) -> dist.ProcessGroup | None:
-        """The group that works on `x`: NCCL's has no time limit of ours, see `DeviceWatch`."""
+        """The group for collectives on `x`. That of NCCL does not have this time limit; see `DeviceWatch`."""
         return None if x.is_cuda else self._limited
 
     def _call(self, kind: str, collective: Callable[[], object], device: torch.device | None = None) -> None:
-        """Calls a collective, which works on tensors of `device`, or on the host.
+        """Calls a collective on tensors of `device`, or of the host if `device` is not given.
 
         Raises:
-            HangError: the other ranks did not come within the time limit.
+            HangError: the other ranks did not join within the time limit.
             PeerError: another rank has ended.
-            RuntimeError: anything else, such as memory that ran out, as PyTorch raises it.
+            RuntimeError: any other error as PyTorch raises it, for example out of memory.
         """
         self.collectives[kind] += 1
         on_device = device is not None and device.type == "cuda"
@@ -206,7 +221,7 @@ class Ranks:
             self._note(kind, device)
 
     def _note(self, kind: str, device: torch.device) -> None:
-        """Has the watch see to it that `device` finishes what it was given so far."""
+        """Puts the work that was submitted to `device` so far under the time limit of the watch."""
         if self._watch and not torch.cuda.is_current_stream_capturing():
             event = torch.cuda.Event()
             event.record(torch.cuda.current_stream(device))
@@ -214,17 +229,18 @@ class Ranks:
 
 
 ALONE = Ranks()
+"""A group of one process."""
 
 _met: Counter[str] = Counter()
-"""How often this process has met others at an address and port. Ranks that share a model meet equally often."""
+"""How often this process has joined a group at an address and port. Ranks that share a model join equally often."""
 
 
 @functools.cache
 def _store(meeting_point: str) -> dist.Store:  # pyright: ignore[reportPrivateImportUsage]
-    """What the ranks that meet at `meeting_point`, an address and a port, tell one another their addresses by.
+    """The store through which the ranks at `meeting_point` (an address and a port) exchange their addresses.
 
-    It lasts as long as the process, and with it the port, where rank 0 listens at it and not the agent of torchrun.
-    Were there a new one for each group, a rank could meet the one of the group before, which is about to go.
+    It lasts as long as the process. So does its port, if rank 0 listens on it instead of torchrun's agent. If every
+    group had a new store, a rank could connect to that of the group before, which is about to end.
     """
     store, _, _ = next(iter(dist.rendezvous("env://")))  # pyright: ignore[reportPrivateImportUsage]
     return store

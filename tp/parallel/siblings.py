@@ -1,4 +1,4 @@
-"""The processes of the ranks that one launcher has started on this machine, seen from it or from one of them."""
+"""The processes of the ranks that one launcher has started on this machine, seen from the launcher or from a rank."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import psutil
 
 
 def rank_processes(parent: psutil.Process) -> dict[int, psutil.Process]:
-    """The ranks that `parent` has started and that run, by number."""
+    """The running ranks that `parent` has started, by rank."""
     found: dict[int, psutil.Process] = {}
     for child in parent.children():
         with suppress(psutil.Error, KeyError, ValueError):
@@ -19,7 +19,7 @@ def rank_processes(parent: psutil.Process) -> dict[int, psutil.Process]:
 
 
 def has_ended(process: psutil.Process) -> bool:
-    """Whether it runs no more, also where nobody has asked for its exit code yet."""
+    """Whether the process has ended. True even if its parent has not read its exit code yet."""
     try:
         return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
     except psutil.Error:
@@ -27,7 +27,8 @@ def has_ended(process: psutil.Process) -> bool:
 
 
 def siblings() -> dict[int, psutil.Process]:
-    """The ranks beside this one, with this one; empty where no launcher has started it."""
+    """The ranks that were started together with this process, including it, by rank. Empty if no launcher has started
+    it."""
     found: dict[int, psutil.Process] = {}
     with suppress(psutil.Error):
         found = rank_processes(psutil.Process(os.getppid()))

@@ -1,8 +1,8 @@
 """The part of a model that each rank holds, as in Megatron-LM (arXiv 1909.08053): heads, MLP columns, rows of the head.
 
-Query heads are split evenly, and so are key/value heads; if there are fewer of these than ranks, several ranks hold the
-same one. Layers with linear attention are split by their key heads. Every rank holds the whole embedding: reading rows
-of it is cheap, and a split one would cost a sum.
+Query heads are split evenly, and so are key/value heads. If there are fewer key/value heads than ranks, several ranks
+hold the same head. Layers with linear attention are split by their key heads. Every rank holds the whole embedding:
+reading rows of it is cheap, and a split embedding would cost a sum.
 """
 
 from __future__ import annotations
@@ -22,10 +22,11 @@ class Split:
     kv_heads: slice
     mlp: slice
     shared: slice
-    """Of the MLP of the expert that all rows have."""
+    """The part of the MLP of the expert that all rows use."""
     key_heads: slice
-    """Of linear attention; each with its value heads."""
+    """The key heads of linear attention, each with its value heads."""
     vocabulary: slice
+    """The rows of the output head."""
     vocabulary_room: int
     """Rows of the largest part of the output head; the last ranks' parts may be smaller."""
 
@@ -34,10 +35,10 @@ class Split:
         """The part that `ranks.rank` holds.
 
         Raises:
-            UsageError: the heads cannot be split over so many ranks.
+            UsageError: the heads cannot be split over this number of ranks.
         """
         check_split(config, ranks.size)
-        kv_head = ranks.rank * config.num_kv_heads // ranks.size  # the first one, or the one that other ranks hold too
+        kv_head = ranks.rank * config.num_kv_heads // ranks.size  # the first head, or the head shared with other ranks
         room = -(-config.vocab_size // ranks.size)
         first_row = min(ranks.rank * room, config.vocab_size)
         return cls(
@@ -51,7 +52,7 @@ class Split:
         )
 
     def config(self, whole: ModelConfig) -> ModelConfig:
-        """`whole` with the heads and the MLP width of this part, for the caches and the byte counts of one rank."""
+        """`whole` with the heads and the MLP width of this part, for the caches and the byte counts of a rank."""
         experts, linear = whole.experts, whole.linear
         if linear:
             key_heads = _len(self.key_heads)
@@ -68,8 +69,10 @@ class Split:
 
 
 def check_split(config: ModelConfig, size: int) -> None:
-    """Raises:
-    UsageError: `size` ranks cannot share the model's heads; the message gives the counts that can.
+    """Checks that `size` ranks can share the model's heads.
+
+    Raises:
+        UsageError: they cannot; the message gives the numbers of ranks that can.
     """
     if _divides(config, size):
         return

@@ -1,4 +1,5 @@
-"""Simple chat templates without transformers, whose import takes seconds; and what a template can be told."""
+"""Renders simple chat templates without transformers, whose import takes seconds, and finds the variables of a
+template."""
 
 from __future__ import annotations
 
@@ -9,23 +10,25 @@ from typing import Any
 from ..errors import ModelError
 
 Messages = Sequence[Mapping[str, Any]]
-"""Each with its `role` and `content`, and with what else a template reads, such as `tool_calls`."""
+"""Each message has a `role`, a `content`, and other keys that the template reads, such as `tool_calls`."""
 
 
 def message(role: str, content: str) -> Mapping[str, str]:
-    """One of a role (`system`, `user`, `assistant`) with a text."""
+    """A message with a role (`system`, `user`, `assistant`) and a text."""
     return {"role": role, "content": content}
 
 
 def template_error(name: str, error: Exception) -> ModelError:
-    """What to raise where the template of the model in `name` fails."""
+    """The error to raise if the template of the model in the directory `name` fails."""
     return ModelError(f"the chat template in {name} fails: {error}")
 
 
 def template_arguments(source: object, taken: Sequence[str]) -> frozenset[str]:
-    """The variables of a chat template that can be given, such as `enable_thinking`.
+    """The variables of a chat template that a user can set, such as `enable_thinking`.
 
-    Args: `taken` are names that mean something else to what renders it.
+    Args:
+        source: the template; anything but a text has no variables.
+        taken: names that have another meaning when the template is rendered.
     """
     if not isinstance(source, str):
         return frozenset()
@@ -37,19 +40,23 @@ def template_arguments(source: object, taken: Sequence[str]) -> frozenset[str]:
     plain = re.sub(r"{%-?\s*(end)?generation\s*-?%}", "", source)  # a statement that transformers adds
     try:
         used = find_undeclared_variables(environment.parse(plain))
-    except TemplateSyntaxError:  # other statements
+    except TemplateSyntaxError:  # statements that Jinja does not know
         return frozenset()
     return frozenset(used - environment.globals.keys() - {*taken, "messages", "raise_exception", "strftime_now"})
 
 
 def compile_template(source: str, special_tokens: dict[str, str], name: str) -> Callable[[Messages], str] | None:
-    """What renders messages and the beginning of the answer to the last one, as transformers does; `None` where the
-    template uses more than messages, special tokens and Jinja's own language.
+    """Compiles a chat template.
 
-    Args: `special_tokens` are the variables `bos_token` and its like; `name` is the model's directory, for errors.
+    Args:
+        source: the template.
+        special_tokens: the variables for special tokens, such as `bos_token`.
+        name: the model's directory, for errors.
 
-    Raises (what is returned):
-        ModelError: the template fails.
+    Returns:
+        A function that renders messages and the beginning of the answer to the last message, as transformers does. It
+        raises a `ModelError` if the template fails. `None` if the template uses more than messages, special tokens and
+        Jinja's own language.
     """
     from jinja2 import TemplateSyntaxError
     from jinja2.meta import find_undeclared_variables
@@ -57,14 +64,14 @@ def compile_template(source: str, special_tokens: dict[str, str], name: str) -> 
 
     environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
     environment.globals.clear()
-    if "tojson" in source:  # transformers has another one
+    if "tojson" in source:  # transformers replaces this filter
         return None
     try:
         used = find_undeclared_variables(environment.parse(source))
         if not used <= {"messages", "add_generation_prompt", *special_tokens}:
             return None
         template = environment.from_string(source)
-    except TemplateSyntaxError:  # also for unknown statements
+    except TemplateSyntaxError:  # also raised for unknown statements
         return None
 
     def render(messages: Messages) -> str:

@@ -1,5 +1,5 @@
-"""Reads weights in safetensors, GGUF or PyTorch's format, one file or shards: tensor by tensor, of each the part that a
-rank holds."""
+"""Reads weights in safetensors, GGUF or PyTorch's format, from one file or from shards. It reads tensor by tensor, and
+only the part of each tensor that a rank holds."""
 
 from __future__ import annotations
 
@@ -24,24 +24,24 @@ from .gguf_header import DENSE_FORMS, form_bytes
 from .weight_files import gguf_index, weight_files
 
 _FORMATS = ("F16", "BF16", "F32", "F64", "float16", "bfloat16", "float32", "float64")
-"""Number formats that can be read, by their names in safetensors and in PyTorch."""
+"""The supported dtypes, by their names in safetensors and in PyTorch."""
 
 _NOT_COMPUTED = (".input_scale", ".input_zero_point", ".activation_scale", ".input_global_scale")
-"""Ends of the names of what quantised activations would be computed with."""
+"""Endings of the names of tensors that are only needed for quantised activations."""
 
 _OF_IMAGES = re.compile(r"(?:model\.)?(?:vision_tower|multi_modal_projector|visual)\.")
-"""Beginnings of the names of what only images need."""
+"""Beginnings of the names of tensors that are only needed for images."""
 
 _OF_HEAD = "mtp."
-"""The same of a multi-token-prediction head."""
+"""The beginning of the names of tensors of a multi-token-prediction head."""
 
 _OF_EXPERTS = re.compile(r"(.+\.mlp\.experts)\.(gate_up_proj|down_proj)")
-"""Names of tensors that hold a matrix of every expert of a layer: `[experts, outputs, inputs]`."""
+"""Names of tensors that contain a matrix of every expert of a layer: `[experts, outputs, inputs]`."""
 
 
 _MAPPED_BYTES = 16 * 2**20
-"""Of the tensors that are read of a safetensors file before it is mapped anew: opening one takes longer the more
-tensors it has."""
+"""How many bytes of tensors are read from a safetensors file before it is mapped again. It is not less because opening
+a file takes longer the more tensors it has."""
 
 
 @dataclass(frozen=True)
@@ -52,10 +52,10 @@ class _Stored:
     dtype: str
     part: Callable[[tuple[slice, ...]], Tensor]
     is_mapped: bool = True
-    """Whether a part is memory of a mapped file, and must be copied."""
+    """Whether a part is memory of a mapped file, so that it must be copied."""
 
     def of_expert(self, number: int, share: int, shares: int) -> _Stored:
-        """An expert's matrix in a tensor of all experts', or one of the equal `shares` of its outputs."""
+        """The matrix of one expert in a tensor of all experts, or one of `shares` equal parts of its outputs."""
         _, outputs, inputs = self.shape
         first, stop = (i * outputs // shares for i in (share, share + 1))
 
@@ -68,34 +68,38 @@ class _Stored:
 
 
 class Checkpoint:
-    """The tensors of a model directory by name; every read checks name, shape and number format.
+    """The tensors of a model directory, by name. Every read checks name, shape and dtype.
 
-    Tensors are copied. Pages of a file that is mapped into memory count as resident once they were read, so a
-    safetensors file is mapped anew after `_MAPPED_BYTES` were read of it, and of a `.bin`, whose pickle would have to
-    be read again, the pages of a tensor are given back. So memory holds the parts that were read, and during a read at
-    most one tensor and as many bytes more. (A `.bin` written before PyTorch 1.6 cannot be mapped: such a file is in
-    memory as a whole until another is read.) Replacing a file later has no effect on what was read.
+    Tensors are copied, so replacing a file later has no effect on tensors that were read. Pages of a mapped file count
+    as resident once they were read. Therefore a safetensors file is mapped again after `_MAPPED_BYTES` were read from
+    it. The pages of a `.bin` file are given back to the system instead, because mapping it again would mean to read its
+    pickle again. So memory contains the parts that were read and, during a read, at most one tensor and `_MAPPED_BYTES`
+    more. (A `.bin` file from before PyTorch 1.6 cannot be mapped: all of it is in memory until another file is read.)
     """
 
     def __init__(
         self, directory: Path, dtype: torch.dtype, device: torch.device, *, further_tokens: bool = False
     ) -> None:
-        """Reads the headers; `read` will return tensors in `dtype` on `device`.
+        """Reads the headers.
 
-        Args: `further_tokens`: whether its multi-token-prediction head is read, and nothing else; otherwise all but
-            that is.
+        Args:
+            directory: the model's directory.
+            dtype: the dtype in which `read` returns tensors.
+            device: the device for all tensors.
+            further_tokens: whether only the tensors of the multi-token-prediction head are read. Otherwise, all except
+                these are read.
 
         Raises:
-            ModelError: there are no weights, or a file is missing, truncated or in an unknown format; or there is no
-                such head.
+            ModelError: there are no weights; a file is missing, truncated or in an unknown format; or there is no
+                multi-token-prediction head.
         """
         self.device = device
         self._directory, self.dtype = directory, dtype
-        self._bin: tuple[Path, dict[str, Tensor]] | None = None  # the one that was read last
-        self._safe: tuple[Path, _SafetensorsFile] | None = None  # the same
+        self._bin: tuple[Path, dict[str, Tensor]] | None = None  # the file that was read last
+        self._safe: tuple[Path, _SafetensorsFile] | None = None  # the file that was read last
         self._gguf = _gguf_tensors(directory)
         self._paths: dict[str, Path] = {}
-        self._stored_names: dict[str, str] = {}  # in the file
+        self._stored_names: dict[str, str] = {}  # names in the file
         self._experts: dict[str, tuple[int, int, int]] = {}  # see `_Stored.of_expert`
         for path in weight_files(directory):
             with self._opened(path) as stored:
@@ -110,8 +114,8 @@ class Checkpoint:
         self._unread = set(self._paths)
 
     def _add(self, name: str, path: Path, stored: Mapping[str, _Stored], stored_name: str) -> None:
-        """Adds a tensor of a file; of one of all experts, each expert's part, by the name that it has where experts are
-        stored one by one."""
+        """Adds a tensor of a file. If it contains all experts, adds each expert's part, under the name that it has in
+        files that store experts one by one."""
         names = [name]
         of_experts = _OF_EXPERTS.fullmatch(name)
         if of_experts and len(shape := stored[stored_name].shape) == 3:
@@ -134,12 +138,19 @@ class Checkpoint:
         columns: slice | None = None,
         dtype: torch.dtype | None = None,
     ) -> Tensor:
-        """The tensor `name`, which must have the shape `shape` in the file; or only `rows` of its first dimension and
-        `columns` of its second, in which case nothing else of the file is read. The result is contiguous, and in
-        another `dtype` than the checkpoint's if that is given.
+        """Reads the tensor `name`, or a part of it. Nothing else of the file is read.
+
+        Args:
+            shape: the shape that the tensor must have in the file.
+            rows: a part of the first dimension; `None`: all.
+            columns: a part of the second dimension; `None`: all.
+            dtype: that of the result; default: that of this object.
+
+        Returns:
+            A contiguous copy on the device.
 
         Raises:
-            ModelError: it is missing, has another shape, or is not in a 16-bit or wider floating-point format.
+            ModelError: the tensor is missing, has another shape, or is not in a 16-bit or wider floating-point format.
         """
         with self._found(name) as (path, stored):
             if stored.shape != shape:
@@ -156,7 +167,7 @@ class Checkpoint:
 
     @contextmanager
     def _found(self, name: str) -> Iterator[tuple[Path, _Stored]]:
-        """The file that a tensor is in and the tensor, for use within the context."""
+        """The file that contains a tensor, and the tensor, for use within the context."""
         if name not in self._paths:
             raise ModelError(f"the weights in {self._directory} lack the tensor {name}")
         path = self._paths[name]
@@ -169,15 +180,15 @@ class Checkpoint:
         return name in self._paths
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """That of a tensor there is."""
+        """The shape of a tensor that exists."""
         with self._found(name) as (_, found):
             return found.shape
 
     def stored(self, name: str, *shape: int, dtypes: tuple[torch.dtype, ...]) -> Tensor:
-        """The tensor `name` as it is stored, a copy on the device.
+        """A copy of the tensor `name` on the device, in the dtype in which it is stored.
 
         Raises:
-            ModelError: it is missing, or has another shape or number format.
+            ModelError: the tensor is missing, has another shape, or has none of the `dtypes`.
         """
         with self._found(name) as (path, found):
             if found.shape != shape:
@@ -191,9 +202,9 @@ class Checkpoint:
         return tensor
 
     def unread(self) -> list[str]:
-        """Tensors that have not been read, but for those that a model need not read: RoPE's tables, the output head of
-        a model that uses its embedding instead, what activations would be quantised by, and biases of zeros, which some
-        tools write beside quantised matrices."""
+        """The names of tensors that have not been read, except those that a model does not need: RoPE's tables, the
+        output head of a model that uses its embedding instead, tensors for quantised activations, and biases of zeros,
+        which some tools write beside quantised matrices."""
         left = (name for name in self._unread if not name.endswith(_NOT_COMPUTED) and ".rotary_emb." not in name)
         return sorted(name for name in left if name != "lm_head.weight" and not self._is_bias_of_zeros(name))
 
@@ -204,10 +215,10 @@ class Checkpoint:
             return not found.part((slice(None),)).any()
 
     def check_all_read(self) -> None:
-        """Called by a model that has read all its weights.
+        """Checks that no tensors are left, after a model has read all its weights.
 
         Raises:
-            ModelError: tensors are left that it does not have, so they are another model's.
+            ModelError: tensors are left that the model does not have. So they belong to another model.
         """
         unread = self.unread()
         if unread:
@@ -279,7 +290,7 @@ class _SafetensorsFile(Mapping[str, _Stored]):
         def part(wanted: tuple[slice, ...]) -> Tensor:
             found = stored[wanted]
             of_first = len(range(*wanted[0].indices(shape[0]))) if shape else 1
-            # Of what the first dimension is cut to; some columns are on as many pages as all.
+            # Counts all columns of the rows that are read: a part of the columns is on as many pages as all columns.
             self.bytes_read += of_first * math.prod(shape[1:]) * found.itemsize
             return found
 
@@ -293,7 +304,7 @@ class _SafetensorsFile(Mapping[str, _Stored]):
 
 
 def _gguf_tensors(directory: Path) -> dict[Path, dict[str, _Stored]]:
-    """The tensors of a GGUF model by file and name; nothing of a directory of another kind."""
+    """The tensors of a GGUF model, by file and name; empty for another kind of directory."""
     index = gguf_index(directory)
     if index is None:
         return {}
@@ -306,7 +317,14 @@ def _gguf_tensors(directory: Path) -> dict[Path, dict[str, _Stored]]:
 
 
 def _gguf_tensor(path: Path, offset: int, form: str, shape: list[int], heads: int) -> _Stored:
-    """A tensor of a GGUF file, as an index of `gguf_model` describes it. Of one in blocks the rows are bytes."""
+    """A tensor of a GGUF file, as an index of `gguf_model` describes it. If it is in blocks, its rows are bytes.
+
+    Args:
+        offset: that of its first byte in the file.
+        form: its format, see `GgufTensor.form`.
+        shape: its shape in numbers.
+        heads: see `_Configuration.interleaved_heads` of `gguf_model`.
+    """
     num_bytes = form_bytes(form, tuple(shape))
 
     def part(wanted: tuple[slice, ...]) -> Tensor:
@@ -322,7 +340,7 @@ def _gguf_tensor(path: Path, offset: int, form: str, shape: list[int], heads: in
         if form in DENSE_FORMS:
             stored = stored.view(_GGUF_DTYPES[form])
         stored = stored.view(rows)
-        if heads:  # the two of a rotated pair, which are neighbours, are to be half a head apart
+        if heads:  # the two rows of a rotated pair are neighbours; in the result, they are half a head apart
             stored = stored.unflatten(0, (heads, -1, 2)).transpose(1, 2).flatten(0, 2)
         return stored[wanted]
 
@@ -334,20 +352,19 @@ _GGUF_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat
 
 
 def _is_zip(path: Path) -> bool:
-    """Whether this is PyTorch's format since 1.6; only files in that can be mapped."""
+    """Whether this is PyTorch's format since 1.6. Only files in this format can be mapped."""
     with path.open("rb") as file:
         return file.read(4) == b"PK\x03\x04"
 
 
 def _give_back_pages(mapped: Iterable[Tensor]) -> None:
-    """Has the system forget what it has in memory of mapped tensors, where it can: it is read again when it is asked
-    for."""
+    """Lets the system free the memory of mapped tensors, where it can. It reads them again when they are used."""
     storages = [tensor.untyped_storage() for tensor in mapped if tensor.numel()]
     if not storages or not hasattr(mmap, "MADV_DONTNEED"):
         return
     first = min(storage.data_ptr() for storage in storages)
     stop = max(storage.data_ptr() + storage.nbytes() for storage in storages)
-    first = -(-first // mmap.PAGESIZE) * mmap.PAGESIZE  # whole pages of this mapping alone
+    first = -(-first // mmap.PAGESIZE) * mmap.PAGESIZE  # only whole pages of this mapping
     if stop - first >= mmap.PAGESIZE:
         size = (stop - first) // mmap.PAGESIZE * mmap.PAGESIZE
         ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(size), mmap.MADV_DONTNEED)

@@ -1,8 +1,13 @@
-"""Writes a model directory as a GGUF file for llama.cpp: the same weights, in the job's number format.
+"""Writes a model directory as a GGUF file for llama.cpp: the same weights, in the dtype of the run.
 
-What differs from safetensors: tensor names; matrices of queries and keys of Llama-shaped models, whose rows llama.cpp
-rotates in neighbouring pairs where transformers rotates halves; RoPE scalings, as a divisor for each frequency. The
-file has no tokenizer: llama.cpp is given token ids and asked for token ids.
+Differences from safetensors:
+
+* names of tensors;
+* the order of the rows of query and key matrices in Llama-shaped models: llama.cpp rotates neighbouring pairs, and
+  transformers rotates halves;
+* RoPE scalings, which are a divisor for each frequency.
+
+The file has no tokenizer, because llama.cpp gets and returns token ids.
 """
 
 from __future__ import annotations
@@ -41,28 +46,33 @@ _FILE_TYPES = {
 
 @dataclass(frozen=True)
 class _Entry:
-    """A tensor of the file: its name there, its name in the checkpoint, its shape."""
+    """A tensor of the file."""
 
     name: str
+    """Its name in the file."""
     source: str
+    """Its name in the checkpoint."""
     shape: tuple[int, ...]
     heads: int = 0
-    """Of queries or keys whose rows are reordered; 0 leaves them."""
+    """The number of heads, if it has queries or keys whose rows are reordered; 0: rows are not reordered."""
 
 
 def write_gguf(directory: Path, path: Path, dtype: str) -> None:
     """Writes the model in `directory` to `path`, matrices in `dtype`, vectors in float32.
 
+    Args:
+        dtype: `float32`, `bfloat16` or `float16`.
+
     Raises:
-        ModelError: it cannot be read, or is nothing that llama.cpp computes in the same way.
+        ModelError: the model cannot be read, or llama.cpp does not compute it in the same way.
     """
     config = ModelConfig.load(directory)
     if config.quantisation is not None:
         raise ModelError(
-            f"{config.name} has weights in {config.quantisation.name}, which are not written for llama.cpp"
+            f"{config.name} has weights in {config.quantisation.name}, which cannot be converted for llama.cpp"
         )
     if config.experts is not None:
-        raise ModelError(f"{config.name} has mixtures of experts, which are not written for llama.cpp")
+        raise ModelError(f"{config.name} has mixtures of experts, which cannot be converted for llama.cpp")
     architecture = _architecture(directory, config)
     checkpoint = Checkpoint(directory, getattr(torch, dtype), torch.device("cpu"))
     writer = gguf.GGUFWriter(path, architecture)
@@ -90,7 +100,7 @@ def write_gguf(directory: Path, path: Path, dtype: str) -> None:
 
 
 _PLAIN = torch.empty(0).numpy().dtype
-"""What the writer asks to be told beside the format, and looks at only where it is bytes."""
+"""The dtype that the writer asks for in addition to the format. It only uses it if it is a dtype of bytes."""
 
 
 def _architecture(directory: Path, config: ModelConfig) -> str:
@@ -98,8 +108,8 @@ def _architecture(directory: Path, config: ModelConfig) -> str:
     name = next((name for name in raw["architectures"] if name in _ARCHITECTURES), None)
     if name is None:
         raise ModelError(
-            f"{config.name} is a {', '.join(raw['architectures'])}, which is not written for llama.cpp; written are: "
-            f"{', '.join(_ARCHITECTURES)}"
+            f"{config.name} is a {', '.join(raw['architectures'])}, which cannot be converted for llama.cpp; "
+            f"supported: {', '.join(_ARCHITECTURES)}"
         )
     if config.sliding_windows:
         raise ModelError(f"{config.name} has sliding windows, which llama.cpp does not read for {name}")
@@ -125,7 +135,7 @@ def _add_shape(writer: gguf.GGUFWriter, config: ModelConfig, dtype: str) -> None
 
 
 def _entries(config: ModelConfig, *, reordered: bool) -> Iterator[_Entry]:
-    """Every tensor, in the file's order. A tied head is left out; llama.cpp then takes the embedding."""
+    """Every tensor, in the order of the file. A tied output head is left out; llama.cpp then uses the embedding."""
     hidden, mlp = config.hidden_size, config.intermediate_size
     yield _Entry("token_embd.weight", "model.embed_tokens.weight", (config.vocab_size, hidden))
     yield _Entry("output_norm.weight", "model.norm.weight", (hidden,))
@@ -161,20 +171,20 @@ def _entries(config: ModelConfig, *, reordered: bool) -> Iterator[_Entry]:
 
 
 def _reordered(tensor: Tensor, heads: int) -> Tensor:
-    """Rows of each head so that the two of a rotated pair, which were half a head apart, are neighbours."""
+    """Reorders the rows of each head: the two rows of a rotated pair, half a head apart, become neighbours."""
     if not heads:
         return tensor
     return tensor.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2)
 
 
 def _frequency_divisors(config: ModelConfig, architecture: str, directory: Path) -> Tensor | None:
-    """By what llama.cpp is to divide each of RoPE's frequencies, float32 `[head_dim / 2]`; `None` for no scaling."""
+    """The divisors of RoPE's frequencies for llama.cpp, float32 `[head_dim / 2]`; `None` for no scaling."""
     rope = config.rope
     if rope.type == "default":
         return None
     if architecture != "llama" or rope.type == "dynamic" or rope.attention_factor != 1.0:
         raise ModelError(
-            f"{directory / 'config.json'} asks for RoPE scaling {rope.type!r}, which is not written for llama.cpp yet"
+            f"{directory / 'config.json'} asks for RoPE scaling {rope.type!r}, which cannot be converted for llama.cpp"
         )
     lengths = torch.ones(1, dtype=torch.int64)
     plain = type(rope)(rope.theta).inverse_frequencies(config.head_dim, lengths)

@@ -1,7 +1,8 @@
-"""The header of a GGUF file: keys and values, and where its tensors are. ggml's docs/gguf.md describes the format.
+"""Reads the header of a GGUF file: keys and values, and the places of tensors. The format: ggml's docs/gguf.md.
 
-The package `gguf` reads it too, but takes nine seconds for a vocabulary of 151,000 tokens, and as long as a hostile
-file says. Here nothing is read beyond the file, and there are limits to what a header may list.
+The package `gguf` reads it too, but takes nine seconds for a vocabulary of 151,000 tokens, and for a hostile file as
+long as the file demands. Here, nothing is read beyond the end of the file, and a header may list a limited number of
+items.
 """
 
 from __future__ import annotations
@@ -19,51 +20,53 @@ from ...kernels.quantised import BLOCK_SIZES
 from ..errors import ModelError
 
 DENSE_FORMS = {"F32": 4, "F16": 2, "BF16": 2}
-"""Number formats that are no blocks, and the bytes of a number."""
+"""Formats without blocks, and the number of bytes of a number."""
 
 _FORMS = {0: "F32", 1: "F16", 2: "Q4_0", 3: "Q4_1", 6: "Q5_0", 7: "Q5_1", 8: "Q8_0", 10: "Q2_K", 11: "Q3_K"}
 _FORMS |= {12: "Q4_K", 13: "Q5_K", 14: "Q6_K", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S"}
 _FORMS |= {20: "IQ4_NL", 21: "IQ3_S", 22: "IQ2_S", 23: "IQ4_XS", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64"}
 _FORMS |= {29: "IQ1_M", 30: "BF16", 34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4", 40: "NVFP4"}
-"""Names of ggml's types, for messages too."""
+"""The names of ggml's types. Those that are not supported are needed for messages."""
 
 _NUMBERS = {0: "<u1", 1: "<i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 10: "<u8", 11: "<i8", 12: "<f8"}
 _BOOL, _STRING, _ARRAY = 7, 8, 9
 _MOST_TENSORS, _MOST_KEYS, _MOST_TEXTS = 2**16, 2**12, 2**20
-"""That a header may list."""
+"""The maximum numbers of tensors, of keys, and of texts of a key that a header may list."""
 
 
 @dataclass(frozen=True)
 class GgufTensor:
-    """Where a tensor is, and how it is stored."""
+    """The place and the format of a tensor."""
 
     name: str
     form: str
     """One of `DENSE_FORMS` or `BLOCK_SIZES`."""
     shape: tuple[int, ...]
-    """As PyTorch has it: the last dimension is that of neighbours."""
+    """In PyTorch's order: numbers along the last dimension are adjacent."""
     offset: int
-    """Of its first byte in the file."""
+    """The offset of its first byte in the file."""
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that it takes in the file."""
+        """The size of the tensor in the file, in bytes."""
         return form_bytes(self.form, self.shape)
 
 
 @dataclass(frozen=True)
 class GgufHeader:
-    """What stands before a file's tensors."""
+    """The header of a file."""
 
     metadata: dict[str, Any]
-    """Numbers, truth values, texts, and arrays: of texts a list, of numbers a numpy array."""
+    """Values by key: numbers, booleans, texts, and arrays. An array of texts is a list; an array of numbers or booleans
+    is a numpy array."""
     tensors: list[GgufTensor]
 
     @classmethod
     def read(cls, path: Path) -> GgufHeader:
-        """Raises:
-        ModelError: it is no such file, is truncated or damaged, or has a tensor that is stored in a way that is not
-            read.
+        """Reads the header of a file.
+
+        Raises:
+            ModelError: the file is not a GGUF file, is truncated or damaged, or has a tensor in an unsupported format.
         """
         try:
             with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
@@ -73,14 +76,14 @@ class GgufHeader:
 
 
 def form_bytes(form: str, shape: tuple[int, ...]) -> int:
-    """Bytes of a tensor, whose last dimension is whole blocks."""
+    """The size in bytes of a tensor whose last dimension consists of whole blocks."""
     if form in DENSE_FORMS:
         return prod(shape) * DENSE_FORMS[form]
     return prod(shape) // BLOCK_SIZES[form][0] * BLOCK_SIZES[form][1]
 
 
 class _Reader:
-    """Goes through a header once."""
+    """Reads a header once, from its beginning to its end."""
 
     def __init__(self, content: mmap.mmap, path: Path) -> None:
         self._content, self._path, self._at = content, path, 0
@@ -107,11 +110,11 @@ class _Reader:
         begin = -(-self._at // alignment) * alignment
         tensors = [self._placed(one, begin, alignment) for one in described]
         if sum(tensor.num_bytes for tensor in tensors) > len(self._content):
-            raise ModelError(f"{self._path} is damaged: tensors lie on one another")
+            raise ModelError(f"{self._path} is damaged: tensors overlap")
         return GgufHeader(metadata, tensors)
 
     def _tensor(self) -> tuple[str, int, tuple[int, ...], int]:
-        """Name, type, shape and offset."""
+        """Reads the name, type, shape and offset of a tensor."""
         name, dims = self._text(), self._number("<u4")
         if not 1 <= dims <= 4:
             raise ModelError(f"{self._path} is damaged: {name[:80]!r} has {dims:,} dimensions")
@@ -123,8 +126,8 @@ class _Reader:
         form = _FORMS.get(kind, f"of type {kind}")
         if form not in DENSE_FORMS and form not in BLOCK_SIZES:
             raise ModelError(
-                f"{self._path} stores {name[:80]!r} as {form}, which is not read; supported: "
-                f"{', '.join((*DENSE_FORMS, *BLOCK_SIZES))}; take a file of another quantisation, such as Q4_K_M"
+                f"{self._path} stores {name[:80]!r} as {form}, which is not supported; supported: "
+                f"{', '.join((*DENSE_FORMS, *BLOCK_SIZES))}; use a file with another quantisation, such as Q4_K_M"
             )
         block = 1 if form in DENSE_FORMS else BLOCK_SIZES[form][0]
         if min(shape) < 1 or max(shape) >= 2**31 or shape[-1] % block or offset % alignment:
@@ -162,7 +165,7 @@ class _Reader:
         return self._bytes(self._number("<u8")).decode("utf-8", "surrogateescape")
 
     def _number(self, form: str) -> Any:
-        """A number in one of numpy's formats."""
+        """Reads a number in one of numpy's formats."""
         letter = {"u1": "B", "i1": "b", "u2": "H", "i2": "h", "u4": "I", "i4": "i", "f4": "f", "u8": "Q", "i8": "q"}
         return struct.unpack("<" + letter.get(form[1:], "d"), self._bytes(int(form[2:])))[0]
 
@@ -176,7 +179,7 @@ class _Reader:
             raise ModelError(f"{self._path} is damaged: its header asks for {count:,} {what}; {most:,} are allowed")
 
     def _has(self, size: int) -> None:
-        """Raises `ModelError` if the file ends before so many bytes."""
+        """Raises `ModelError` if less than `size` bytes of the file are left."""
         if size > len(self._content) - self._at:
             raise ModelError(
                 f"{self._path} is truncated or damaged: its header asks for {size:,} bytes at byte {self._at:,} of "

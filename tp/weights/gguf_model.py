@@ -1,10 +1,14 @@
-"""A GGUF file as a model directory: configuration, tokenizer and where each tensor is, in Hugging Face's names.
+"""Makes a model directory for a GGUF file: configuration, tokenizer and the places of tensors, in Hugging Face's names.
 
-The directory is made in the user's cache when a file is first used, and found again as long as the file is the same. It
-holds no weights: `model.gguf.index.json` says where they are. What differs from a checkpoint of Hugging Face: names of
-tensors; rows of queries and keys of Llama, which llama.cpp rotates in neighbouring pairs; Llama 3's RoPE scaling, which
-is a divisor for each frequency; norms of Gemma 3 and of models with linear attention, which have the 1 in them that is
-added to a checkpoint's; and what `_Configuration._of_linear` says of the latter.
+The directory is made in the user's cache when a file is first used, and used again as long as the file is the same. It
+contains no weights: `model.gguf.index.json` says where they are. Differences from a checkpoint of Hugging Face:
+
+* names of tensors;
+* the order of the rows of queries and keys of Llama, which llama.cpp rotates in neighbouring pairs;
+* Llama 3's RoPE scaling, which is a divisor for each frequency;
+* norms of Gemma 3 and of models with linear attention, whose weights include the 1 that is added to those of a
+  checkpoint;
+* for models with linear attention, the differences in `_Configuration._of_linear`.
 """
 
 from __future__ import annotations
@@ -41,7 +45,7 @@ ARCHITECTURES = {
     "qwen35": "Qwen3_5ForCausalLM",
     "qwen35moe": "Qwen3_5MoeForCausalLM",
 }
-"""Of `config.json`, by those of GGUF; Mistral's is `llama`, and so is Mixtral's."""
+"""The architectures of `config.json`, by those of GGUF. Mistral and Mixtral are also `llama`."""
 
 LAYER_NAMES = {
     "attn_norm": "input_layernorm",
@@ -56,14 +60,14 @@ LAYER_NAMES = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-"""Within a layer, those of Hugging Face by those of GGUF."""
+"""Hugging Face's names within a layer, by those of GGUF."""
 
 NAMES_BEHIND = {
     "post_attention_norm": "post_attention_layernorm",
     "ffn_norm": "pre_feedforward_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
-"""Others, where attention and the MLP have norms behind them, too."""
+"""Other names, if attention and the MLP also have norms behind them."""
 
 LINEAR_NAMES = {
     "post_attention_norm": "post_attention_layernorm",
@@ -77,7 +81,7 @@ LINEAR_NAMES = {
     "ssm_norm": "linear_attn.norm",
     "ssm_out": "linear_attn.out_proj",
 }
-"""Others, where some layers have linear attention."""
+"""Other names, if some layers have linear attention."""
 
 HEAD_NAMES = {
     "nextn.eh_proj.weight": "mtp.fc.weight",
@@ -85,13 +89,14 @@ HEAD_NAMES = {
     "nextn.hnorm.weight": "mtp.pre_fc_norm_hidden.weight",
     "nextn.shared_head_norm.weight": "mtp.norm.weight",
 }
-"""Whole names within the block of a multi-token-prediction head, but for those of its layer."""
+"""Full names within the block of a multi-token-prediction head, except those of its layer."""
 
 _OWN_ENDS = ".nextn.embed_tokens.weight", ".nextn.shared_head_head.weight"
-"""Ends of the names of an embedding and an output head that only such a head uses, with which none is read."""
+"""Endings of the names of an embedding and an output head of a multi-token-prediction head itself. A head that has them
+is not supported."""
 
 LINEAR_VECTORS = {"ssm_a": "linear_attn.A_log", "ssm_dt.bias": "linear_attn.dt_bias"}
-"""Whole names within such a layer."""
+"""Full names within a layer with linear attention."""
 
 SHARED_NAMES = {
     "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
@@ -99,7 +104,7 @@ SHARED_NAMES = {
     "ffn_up_shexp": "mlp.shared_expert.up_proj",
     "ffn_down_shexp": "mlp.shared_expert.down_proj",
 }
-"""Others, where a layer has an expert for all rows."""
+"""Other names, if layers have an expert for all rows."""
 
 _MODEL_TYPES = {
     "MixtralForCausalLM": "mixtral",
@@ -109,7 +114,7 @@ _MODEL_TYPES = {
     "Qwen3_5ForCausalLM": "qwen3_5_text",
     "Qwen3_5MoeForCausalLM": "qwen3_5_moe_text",
 }
-"""Of `config.json`, where they are not GGUF's architectures."""
+"""The `model_type` in `config.json`, where it is not GGUF's architecture."""
 
 EXPERT_NAMES = {
     "ffn_gate_exps": ("gate",),
@@ -117,26 +122,30 @@ EXPERT_NAMES = {
     "ffn_gate_up_exps": ("gate", "up"),
     "ffn_down_exps": ("down",),
 }
-"""Tensors `[experts, outputs, inputs]`, and what `ExpertNames` calls the projections in them, one after another."""
+"""Tensors `[experts, outputs, inputs]`, and the fields of `ExpertNames` for the projections in them, in order."""
 
 _NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _END_TEXTS = {"<|end_of_text|>", "<|endoftext|>", "<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>"}
 _CONTROL = 3
-"""Of `tokenizer.ggml.token_type`."""
+"""The value of `tokenizer.ggml.token_type` for control tokens."""
 _ROPE_DIVISORS = "rope_freqs.weight"
 _IN_LAYER = re.compile(r"blk\.(\d{1,6})\.(.*)")
 _NOT_BY_TYPE = "mlp.shared_expert_gate.weight", "linear_attn.conv1d.weight"
-"""Of a layer, what is in F32 whatever the file's type is."""
+"""Tensors of a layer that are always in F32, whatever the type of the file."""
 _FILES = "config.json", GGUF_INDEX, "tokenizer.json", "tokenizer_config.json"
 _FORMAT = 4
-"""Of the directories: those of another one, or of another version of this package, are made anew."""
+"""The version of the format of directories. A directory in another format, or from another version of this package, is
+not used; a new one is made."""
 
 
 def gguf_directory(path: Path) -> Path:
-    """The directory of the model in a GGUF file, or in its first shard.
+    """The directory for the model in a GGUF file. Makes the directory if necessary.
+
+    Args:
+        path: the file; if the model is in shards, the first shard.
 
     Raises:
-        ModelError: it is none that can be read, or a shard is missing.
+        ModelError: the file cannot be read or is not supported, or a shard is missing.
     """
     files = _shards(path)
     known = xxhash.xxh3_64(f"{_FORMAT} {metadata.version('triforce-cli')}".encode())
@@ -156,11 +165,11 @@ def gguf_directory(path: Path) -> Path:
             made.mkdir()
             for name in _FILES:
                 (made / name).write_text(json.dumps(contents[name]), encoding="utf-8")
-            if directory.is_dir():  # and lacks a file
+            if directory.is_dir():  # it lacks a file
                 shutil.rmtree(directory)
             made.rename(directory)
     except OSError as error:
-        if not _is_whole(directory):  # or another process was faster
+        if not _is_whole(directory):  # otherwise, another process has made it
             raise ModelError(f"{directory}, which says what is in {path}, cannot be written: {error}") from error
     return directory
 
@@ -183,7 +192,7 @@ def _shards(path: Path) -> list[Path]:
 
 
 def _contents(files: list[Path]) -> dict[str, Any]:
-    """What the directory's files hold, by name."""
+    """The contents of the directory's files, by name."""
     path, headers = files[0], [GgufHeader.read(file) for file in files]
     tensors: dict[str, tuple[int, GgufTensor]] = {}
     for number, header in enumerate(headers):
@@ -220,8 +229,8 @@ def _contents(files: list[Path]) -> dict[str, Any]:
 
 
 def _parts_of(tensor: GgufTensor, config: _Configuration, path: Path) -> Iterator[tuple[str, int, tuple[int, ...]]]:
-    """Its names in Hugging Face's checkpoints, where in the file it begins, and its shape: of one with all of a layer's
-    experts those of each."""
+    """The name of a tensor in Hugging Face's checkpoints, its offset in the file in bytes, and its shape. For a tensor
+    with all experts of a layer, yields these for each expert."""
     stem, _, end = tensor.name.rpartition(".")
     experts = config.experts
     layer, shape = re.fullmatch(r"blk\.(\d{1,6})\.(\w+)", stem), tensor.shape
@@ -245,8 +254,7 @@ def _parts_of(tensor: GgufTensor, config: _Configuration, path: Path) -> Iterato
         )
     if end not in ("weight", "bias") or not name or name.endswith("."):
         raise ModelError(
-            f"{path} has the tensor {tensor.name[:80]!r} ({tensor.form}), which the models that are computed here do "
-            "not have"
+            f"{path} has the tensor {tensor.name[:80]!r} ({tensor.form}), which supported models do not have"
         )
     if name.endswith("conv1d") and len(shape) == 2:
         shape = shape[0], 1, shape[1]
@@ -258,7 +266,7 @@ def _parts_of(tensor: GgufTensor, config: _Configuration, path: Path) -> Iterato
 def _parts_of_head(
     tensor: GgufTensor, config: _Configuration, path: Path
 ) -> Iterator[tuple[str, int, tuple[int, ...]]]:
-    """The same of a tensor of a multi-token-prediction head, if it is computed with."""
+    """The same as `_parts_of`, for a tensor of a multi-token-prediction head. Yields nothing if it is not used."""
     _, _, part = tensor.name.split(".", 2)
     if part in HEAD_NAMES:
         yield HEAD_NAMES[part], tensor.offset, tensor.shape
@@ -274,7 +282,7 @@ def _read_floats(path: Path, tensor: GgufTensor) -> np.ndarray:
 
 
 class _Configuration:
-    """What a file's keys say of its model."""
+    """The configuration of a model from the keys of its file."""
 
     def __init__(self, keys: Mapping[str, Any], path: Path) -> None:
         self._metadata, self._path = keys, path
@@ -289,7 +297,7 @@ class _Configuration:
             self._family = "MixtralForCausalLM"
         family = FAMILIES[self._family]
         self.is_linear = family.linear is not None
-        """Whether it has layers with linear attention."""
+        """Whether the model has layers with linear attention."""
         self.experts = self._experts()
         self.layer_names = (
             LAYER_NAMES
@@ -298,18 +306,18 @@ class _Configuration:
             | ({"ffn_gate_inp": self.experts.names.router} if self.experts else {})
             | (NAMES_BEHIND if family.norms_behind else {})
         )
-        """Within a layer, those of Hugging Face by those of GGUF."""
+        """Hugging Face's names within a layer, by those of GGUF."""
         self._heads = self._whole("attention.head_count")
         self._kv_heads = self._whole("attention.head_count_kv", self._heads)
 
     @property
     def _blocks(self) -> int:
-        """Layers, and what is behind them."""
+        """The number of blocks: layers, and those of the multi-token-prediction head behind them."""
         return self._whole("block_count")
 
     @property
     def further_layers(self) -> int:
-        """Of the blocks, the last ones, which predict further tokens (MTP)."""
+        """The number of blocks of the multi-token-prediction head, which are the last blocks."""
         key = "nextn_predict_layers"
         found = self._metadata.get(self._key(key), 0) if self.is_linear else 0
         if type(found) is not int or not 0 <= found < self._blocks:
@@ -321,12 +329,12 @@ class _Configuration:
         return self._blocks - self.further_layers
 
     def is_behind(self, name: str) -> bool:
-        """Whether a tensor is of a block that is no layer."""
+        """Whether a tensor belongs to a block of the multi-token-prediction head."""
         block = _IN_LAYER.fullmatch(name) if self.is_linear else None
         return block is not None and self._layers <= int(block[1]) < self._blocks
 
     def _experts(self) -> Experts | None:
-        """Its mixtures of experts. llama.cpp always has the weights of a row's experts sum to 1."""
+        """The mixtures of experts of the model. In llama.cpp, the shares of a row's experts always sum to 1."""
         names = FAMILIES[self._family].experts
         if names is None:
             return None
@@ -342,14 +350,17 @@ class _Configuration:
             raise self._odd("expert_used_count", f"{used:,} of {count:,}, which is no number of experts") from None
 
     def interleaved_heads(self, name: str) -> int:
-        """Of queries or keys whose rows are in the order of pairs; 0: rows are as in Hugging Face's checkpoints."""
+        """The number of heads of queries or keys whose rows are in the order of rotated pairs. 0: rows have the order
+        of Hugging Face's checkpoints."""
         part = name.split(".")[-2] if self._architecture == "llama" and name.startswith("blk.") else ""
         return {"attn_q": self._heads, "attn_k": self._kv_heads}.get(part, 0)
 
     def raw(self, tensors: Mapping[str, Mapping[str, Any]], divisors: np.ndarray | None) -> dict[str, Any]:
-        """A `config.json`.
+        """The content of `config.json`.
 
-        Args: `divisors` are by what RoPE's frequencies are divided.
+        Args:
+            tensors: the tensors of the index, by name.
+            divisors: the divisors of RoPE's frequencies, if the file has them.
         """
         hidden, layers = self._whole("embedding_length"), self._layers
         size = self._whole("attention.key_length", hidden // max(1, self._heads))
@@ -377,7 +388,7 @@ class _Configuration:
             and not name.startswith("mtp.")
         }
         base, key = self._float("rope.freq_base", 10000.0), "expert_feed_forward_length"
-        of_each = self._metadata.get(self._key(key)) if self.is_linear else None  # those files may give it alone
+        of_each = self._metadata.get(self._key(key)) if self.is_linear else None  # some files give only this key
         width = self._whole("feed_forward_length", of_each)
         of_experts: dict[str, Any] = {}
         if experts:
@@ -412,13 +423,13 @@ class _Configuration:
 
     def _without_windows(self) -> dict[str, Any]:
         if f"{self._architecture}.attention.sliding_window" in self._metadata:
-            raise self._odd("attention.sliding_window", "something; windows are not read from GGUF files of this kind")
+            raise self._odd("attention.sliding_window", "a window; sliding windows are not supported for this kind")
         return {"use_sliding_window": False}
 
     def _of_gemma(self, hidden: int, layers: int, size: int) -> dict[str, Any]:
-        """What only Gemma 3 has, as llama.cpp reads it (`LLM_ARCH_GEMMA3` of github.com/ggml-org/llama.cpp,
-        src/llama-model.cpp): no key says what scores are divided by, but the model of 62 layers is known for another
-        number; without the key for the window all layers see all tokens."""
+        """The keys for Gemma 3, as llama.cpp reads them (`LLM_ARCH_GEMMA3` of github.com/ggml-org/llama.cpp,
+        src/llama-model.cpp). No key gives the divisor of scores; the model with 62 layers is known to have another
+        divisor. Without the key for the window, all layers see all tokens."""
         for key in ("attn_logit_softcapping", "final_logit_softcapping"):
             if self._float(key, 0.0) != 0.0:
                 raise self._odd(key, f"{self._float(key):g}, which is not supported")
@@ -433,10 +444,10 @@ class _Configuration:
         }
 
     def _of_linear(self, tensors: Mapping[str, Any]) -> dict[str, Any]:
-        """What only models with linear attention have, as llama.cpp's converter writes it (`Qwen3NextModel` and
-        `_LinearAttentionVReorderBase` of github.com/ggml-org/llama.cpp, conversion/qwen.py): value heads of Qwen3.5
-        are tiled; `ssm_a` is the decay; Qwen3-Next's projections are split, but for beta and the decay, or whole in
-        files before 2026."""
+        """The keys for models with linear attention, as llama.cpp's converter writes them (`Qwen3NextModel` and
+        `_LinearAttentionVReorderBase` of github.com/ggml-org/llama.cpp, conversion/qwen.py). Value heads of Qwen3.5 are
+        tiled. `ssm_a` is the decay. Qwen3-Next's projections are split, except that of beta and the decay; in files
+        before 2026, they are not split."""
         values, width = self._whole("ssm.time_step_rank"), self._whole("ssm.inner_size")
         if width % values:
             raise self._odd("ssm.inner_size", f"{width:,}, which {values:,} heads cannot share")
@@ -469,8 +480,9 @@ class _Configuration:
         return ["linear_attention" if one else "full_attention" for one in is_linear]
 
     def _ends(self, vocabulary: int) -> list[int]:
-        """The tokens that end a generation: of a sequence, a turn, a message, as the file names them; and control
-        tokens of `_END_TEXTS`, of which it names but some (for `GEMMA_TURNS` any)."""
+        """The tokens that end a generation: those that the file names as the end of a sequence, a turn or a message,
+        and those with a text of `_END_TEXTS`, because the file does not name all. The latter must be control tokens,
+        except `GEMMA_TURNS`."""
         found = [self._metadata.get(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot", "eom")]
         texts, kinds = (self._metadata.get(f"tokenizer.ggml.{name}") for name in ("tokens", "token_type"))
         if isinstance(texts, list) and isinstance(kinds, np.ndarray) and len(texts) == len(kinds):
@@ -479,8 +491,8 @@ class _Configuration:
         return sorted({token for token in found if type(token) is int and 0 <= token < vocabulary})
 
     def _scaling(self, divisors: np.ndarray | None, base: float, size: int) -> dict[str, Any] | None:
-        """`rope_scaling` of a `config.json`. As for llama.cpp a scaling without a type is linear, `rope.scale_linear`
-        is the factor's old name, and a factor of 0 is none."""
+        """The `rope_scaling` of `config.json`. As in llama.cpp, a scaling without a type is linear, `rope.scale_linear`
+        is the old name of the factor, and a factor of 0 means no scaling."""
         kind = str(self._metadata.get(f"{self._architecture}.rope.scaling.type", "linear"))
         factor = self._float("rope.scaling.factor", self._float("rope.scale_linear", 0.0)) or 1.0
         if factor <= 0:
@@ -507,9 +519,12 @@ class _Configuration:
         return found
 
     def _divided(self, divisors: np.ndarray, base: float, size: int) -> dict[str, Any] | None:
-        """The scaling that has these divisors of RoPE's frequencies: Llama 3's, or the same for all of them."""
+        """The scaling that has these divisors of RoPE's frequencies: linear if all are equal, otherwise Llama 3's."""
         if len(divisors) != size // 2 or not np.isfinite(divisors).all() or divisors.min() <= 0:
-            raise ModelError(f"{self._path} has {len(divisors)} numbers in {_ROPE_DIVISORS}, or such as divide nothing")
+            raise ModelError(
+                f"{self._path} has {len(divisors)} numbers in {_ROPE_DIVISORS}, which do not fit the heads, or are not "
+                "above 0 and finite"
+            )
         factor = float(divisors.max())
         factor = float(round(factor)) if abs(factor - round(factor)) < 1e-4 * factor else factor
         if np.allclose(divisors, factor, rtol=1e-4):

@@ -1,8 +1,8 @@
-"""The tokenizer that a GGUF file describes, as the files of a Hugging Face one.
+"""Converts the tokenizer of a GGUF file to the files of a Hugging Face tokenizer.
 
-It knows the keys that llama.cpp reads and two kinds of tokenizer: byte-level BPE with its merges (`gpt2`), of the
-families that cut texts by a regex known here, and SentencePiece's BPE with scores (`llama`). Reading the file, writing
-the two others and encoding texts are left to others.
+It uses the keys that llama.cpp reads, and supports two kinds of tokenizer. Byte-level BPE with its merges (`gpt2`) is
+supported for families that split texts by a regex listed here. SentencePiece's BPE with scores is `llama`. This module
+does not read or write files, and does not encode texts.
 """
 
 from __future__ import annotations
@@ -23,27 +23,29 @@ _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = range(1, 7)
 0 is undefined."""
 
 _MAX_LENGTH = 256
-"""Characters of a token that is cut in two everywhere, or found in texts as a whole: work grows with their square."""
+"""Maximum number of characters of a token that is split in two at every place, or found in texts as a whole. Work grows
+with the square of this number."""
 _MERGES_PER_TOKEN = 16
-"""So many may follow from a vocabulary with scores."""
+"""Maximum number of merges for each token that may follow from a vocabulary with scores."""
 
 GEMMA_TURNS = ("<start_of_turn>", "<end_of_turn>")
-"""Control tokens of Gemma 3 that are ordinary ones in some of its files (github.com/unslothai/unsloth/issues/5070)."""
+"""Control tokens of Gemma 3 that are ordinary tokens in some files (github.com/unslothai/unsloth/issues/5070)."""
 
 
 @dataclass(frozen=True)
 class _Split:
-    """How a family cuts texts before byte-level BPE; what it does where the file does not say."""
+    """How a family splits texts before byte-level BPE, and its defaults for keys that a file does not have."""
 
     regex: str
     ignore_merges: bool
-    """Whether a piece that is a token stays one, even if no merges lead there."""
+    """Whether a piece that is a token stays one token, even if no merges lead to it."""
     adds_bos: bool
+    """Whether BOS is put before a text by default."""
     normalizer: Mapping[str, str] | None = None
 
 
-# As in the `tokenizer.json` of Meta-Llama-3-8B, Qwen2-7B, Qwen3.5 and Mistral-Nemo-Base-2407. What a family does where
-# the file does not say: `llama_vocab::impl::load` of github.com/ggml-org/llama.cpp, src/llama-vocab.cpp.
+# As in the `tokenizer.json` of Meta-Llama-3-8B, Qwen2-7B, Qwen3.5 and Mistral-Nemo-Base-2407. The defaults are from
+# `llama_vocab::impl::load` of github.com/ggml-org/llama.cpp, src/llama-vocab.cpp.
 _LLAMA_3 = _Split(
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
@@ -71,18 +73,19 @@ _SPLITS = {
     "qwen35": _QWEN_35,
     "tekken": _TEKKEN,
 }
-"""By `tokenizer.ggml.pre`."""
+"""The way to split texts, by the value of `tokenizer.ggml.pre`."""
 
 
 def tokenizer_files(metadata: Mapping[str, Any], path: Path) -> dict[str, Any]:
-    """`tokenizer.json` and `tokenizer_config.json` by name, as JSON objects, of a GGUF file's tokenizer.
+    """The contents of `tokenizer.json` and `tokenizer_config.json` for the tokenizer of a GGUF file, by name, as JSON
+    objects.
 
     Args:
         metadata: the file's keys and values; arrays are lists (of `str`) or numpy arrays (of numbers).
-        path: what messages name.
+        path: the file that messages name.
 
     Raises:
-        ModelError: it has none, one of an unknown kind, or one that cannot be.
+        ModelError: the file has no tokenizer, or its tokenizer is of an unknown kind or impossible.
     """
     given = _Metadata(metadata, path)
     kind = given.text("tokenizer.ggml.model")
@@ -98,19 +101,21 @@ def tokenizer_files(metadata: Mapping[str, Any], path: Path) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class _Metadata:
-    """Keys and values of a file, which may hold anything. What is read here is of the type that was asked for, or
-    `None` where the key is missing."""
+    """Keys and values of a file, which may be of any type. Each method returns a value of its type, or `None` if the
+    key is missing."""
 
     values: Mapping[str, Any]
     path: Path
 
     def error(self, key: str, problem: str) -> ModelError:
-        """What to raise where a value is not as it should be."""
+        """The error to raise if a value is not valid."""
         return ModelError(f"{self.path}: {key} {problem}")
 
     def text(self, key: str) -> str | None:
-        """Raises:
-        ModelError: it is something else, or not Unicode.
+        """A text.
+
+        Raises:
+            ModelError: the value is something else, or not Unicode.
         """
         value = self.values.get(key)
         if value is not None and not (isinstance(value, str) and _is_unicode(value)):
@@ -118,8 +123,10 @@ class _Metadata:
         return value
 
     def flag(self, key: str) -> bool | None:
-        """Raises:
-        ModelError: it is something else.
+        """A boolean.
+
+        Raises:
+            ModelError: the value is something else.
         """
         value = self.values.get(key)
         if value is not None and not isinstance(value, bool | np.bool_):
@@ -127,8 +134,10 @@ class _Metadata:
         return None if value is None else bool(value)
 
     def number(self, key: str) -> int | None:
-        """Raises:
-        ModelError: it is no whole number.
+        """A whole number.
+
+        Raises:
+            ModelError: the value is something else.
         """
         value = self.values.get(key)
         if value is not None and (isinstance(value, bool) or not isinstance(value, int | np.integer)):
@@ -136,8 +145,10 @@ class _Metadata:
         return None if value is None else int(value)
 
     def texts(self, key: str) -> list[str]:
-        """Raises:
-        ModelError: they are missing, or something else.
+        """A list of texts.
+
+        Raises:
+            ModelError: the key is missing, or the value is something else, or not Unicode.
         """
         value = self.values.get(key)
         if value is None:
@@ -149,7 +160,14 @@ class _Metadata:
         return value
 
     def numbers(self, key: str, kinds: str, count: int) -> list[Any] | None:
-        """So many numbers, whose dtype is of one of these kinds."""
+        """A list of `count` numbers.
+
+        Args:
+            kinds: the allowed kinds of numpy's dtypes, one letter each.
+
+        Raises:
+            ModelError: the value is something else, or has another length.
+        """
         value = self.values.get(key)
         if value is None:
             return None
@@ -161,12 +179,12 @@ class _Metadata:
 
 
 def _shown(value: object) -> str:
-    """A value in a message of one line: what a file says may be long."""
+    """A value for a message of one line. It is shortened, because values in a file may be long."""
     return shortened(value) if isinstance(value, str | bytes | int | float) else f"a {type(value).__name__}"
 
 
 def _is_unicode(text: str) -> bool:
-    """Whether it has no halves of surrogate pairs, which JSON's readers refuse."""
+    """Whether a text has no halves of surrogate pairs, which JSON's readers refuse."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -176,7 +194,7 @@ def _is_unicode(text: str) -> bool:
 
 @dataclass(frozen=True)
 class _Vocabulary:
-    """Tokens by their ids, and which of them are more than text."""
+    """The tokens in the order of their ids, their types, and the tokens with a role."""
 
     tokens: Sequence[str]
     types: Sequence[int]
@@ -186,7 +204,7 @@ class _Vocabulary:
     padding: int | None
 
     def special(self) -> set[int]:
-        """Ids of the tokens that decoding leaves out: control tokens, and those with a role."""
+        """The ids of the tokens that decoding leaves out: control tokens, unknown tokens, and those with a role."""
         roles = (self.bos, self.eos, self.unknown, self.padding)
         return {
             number
@@ -195,8 +213,8 @@ class _Vocabulary:
         }
 
     def ids(self) -> dict[str, int]:
-        """Without what only fills a matrix up to its size: `[PAD7]` and its like, which models' own files leave out
-        (`_set_vocab_gpt2` and its like of github.com/ggml-org/llama.cpp, convert_hf_to_gguf.py)."""
+        """The ids by token, without tokens such as `[PAD7]` that only fill a matrix up to its size. The files of models
+        leave these out (see for example `_set_vocab_gpt2` of github.com/ggml-org/llama.cpp, convert_hf_to_gguf.py)."""
         roles = (self.bos, self.eos, self.unknown, self.padding)
         return {
             token: number
@@ -205,7 +223,7 @@ class _Vocabulary:
         }
 
     def added_tokens(self) -> list[dict[str, Any]]:
-        """What is found in a text as a whole, as it is spelled."""
+        """The tokens that are found in a text as a whole."""
         special = self.special()
         fixed: dict[str, Any] = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
         return [
@@ -220,7 +238,7 @@ def _read_vocabulary(given: _Metadata, *, is_sentencepiece: bool) -> _Vocabulary
     if not tokens:
         raise given.error("tokenizer.ggml.tokens", "is empty")
     is_gemma = is_sentencepiece and given.text("general.architecture") == "gemma3"
-    if is_gemma:  # spaces are written as such if a token has nothing else (`_create_vocab_sentencepiece`, see `ids`)
+    if is_gemma:  # tokens of spaces alone are written with spaces (`_create_vocab_sentencepiece`, see `ids`)
         tokens = [token if token.strip(" ") else "▁" * len(token) for token in tokens]
     if len(set(tokens)) < len(tokens):
         seen: set[str] = set()
@@ -237,7 +255,8 @@ def _read_vocabulary(given: _Metadata, *, is_sentencepiece: bool) -> _Vocabulary
         return is_sentencepiece if types is None else types[number] in (_UNKNOWN, _CONTROL)
 
     def role(name: str, default: int) -> int | None:
-        """Where the file names none, SentencePiece has those that llama.cpp takes, if they are what they should be."""
+        """The token with a role. If the file does not name it, SentencePiece has llama.cpp's default, provided that
+        this token has the right type."""
         key = f"tokenizer.ggml.{name}_token_id"
         number = given.number(key)
         if number is None:
@@ -250,17 +269,17 @@ def _read_vocabulary(given: _Metadata, *, is_sentencepiece: bool) -> _Vocabulary
 
     bos, eos, unknown = role("bos", 1), role("eos", 2), role("unknown", 0)
     padding = None if given.number("tokenizer.ggml.padding_token_id") is None else role("padding", 0)
-    # Some files name ordinary tokens here, which would vanish from texts.
+    # Some files name ordinary tokens here. They are ignored: otherwise these tokens would disappear from texts.
     unknown, padding = (None if one is None or not is_marked(one) else one for one in (unknown, padding))
     vocabulary = _Vocabulary(tokens, types or [_NORMAL] * len(tokens), bos, eos, unknown, padding)
     for token in tokens if is_sentencepiece else (added["content"] for added in vocabulary.added_tokens()):
         if len(token) > _MAX_LENGTH:
-            raise given.error("tokenizer.ggml.tokens", f"has one of {len(token)} characters, more than {_MAX_LENGTH}")
+            raise given.error("tokenizer.ggml.tokens", f"has a token of {len(token)} characters, above {_MAX_LENGTH}")
     return vocabulary
 
 
 def _byte_level(given: _Metadata, vocabulary: _Vocabulary) -> dict[str, Any]:
-    """Parts of a `tokenizer.json` with byte-level BPE."""
+    """The parts of `tokenizer.json` for byte-level BPE."""
     name = given.text("tokenizer.ggml.pre")
     if name not in _SPLITS:
         is_named = "is missing" if name is None else f"is {_shown(name)}"
@@ -283,8 +302,8 @@ def _byte_level(given: _Metadata, vocabulary: _Vocabulary) -> dict[str, Any]:
 
 
 def _byte_letters() -> list[str]:
-    """The letter that byte-level BPE writes for each byte: printable ones of Latin-1 stand for themselves, the others
-    are counted from 256 on (`bytes_to_unicode` of github.com/openai/gpt-2, src/encoder.py)."""
+    """The letter that byte-level BPE writes for each byte. Printable bytes of Latin-1 stand for themselves; the others
+    are numbered from 256 on (`bytes_to_unicode` of github.com/openai/gpt-2, src/encoder.py)."""
     printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
     others = iter(range(256, 512))
     return [chr(byte if byte in printable else next(others)) for byte in range(256)]
@@ -295,14 +314,14 @@ def _read_merges(given: _Metadata, ids: Mapping[str, int]) -> list[tuple[str, st
     for text in given.texts(key):
         left, _, right = text.partition(" ")
         if not left or not right or left not in ids or right not in ids or left + right not in ids:
-            raise given.error(key, f"has {_shown(text)}, which does not make a token of two")
+            raise given.error(key, f"has {_shown(text)}, which does not join two tokens into a token")
         merges.append((left, right))
     return merges
 
 
 def _sentencepiece(given: _Metadata, vocabulary: _Vocabulary) -> dict[str, Any]:
-    """Parts of a `tokenizer.json` with SentencePiece's BPE, as that of Llama 2 has them: a space is put before a text
-    unless the file says otherwise, and taken off again."""
+    """The parts of `tokenizer.json` for SentencePiece's BPE, as in that of Llama 2. A space is put before a text, and
+    removed again by decoding, unless the file says otherwise."""
     has_prefix = given.flag("tokenizer.ggml.add_space_prefix") is not False
     prefix = [{"type": "Prepend", "prepend": "▁"}] if has_prefix else []
     replace = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
@@ -321,10 +340,13 @@ def _sentencepiece(given: _Metadata, vocabulary: _Vocabulary) -> dict[str, Any]:
 
 
 def _merges_of_scores(given: _Metadata, vocabulary: _Vocabulary, ids: Mapping[str, int]) -> list[tuple[str, str]]:
-    """A merge for each way to make a token of two. Those of the highest score come first; of equal ones those with the
-    longest first half, then those of the first token (`generate_merges` of github.com/huggingface/transformers,
-    convert_slow_tokenizer.py). User-defined tokens have the score 0, as in models of SentencePiece, for which files say
-    -1000. None has to do with special tokens, which are found in texts before."""
+    """A merge for each way to join two tokens into a token.
+
+    Merges with the highest score come first. Merges with equal scores are sorted by the length of the first half, the
+    longest first, and then by the number of the token (`generate_merges` of github.com/huggingface/transformers,
+    convert_slow_tokenizer.py). User-defined tokens have the score 0, as in models of SentencePiece; files give -1000
+    for them. Special tokens have no merges, because they are found in texts before.
+    """
     key = "tokenizer.ggml.scores"
     scores = given.numbers(key, "iuf", len(vocabulary.tokens))
     if scores is None:
@@ -347,7 +369,7 @@ def _merges_of_scores(given: _Metadata, vocabulary: _Vocabulary, ids: Mapping[st
             tokens += 1
             merged.add(score)
         if len(merges) > _MERGES_PER_TOKEN * len(vocabulary.tokens):
-            problem = f"has more than {_MERGES_PER_TOKEN} ways a token to make one of two others"
+            problem = f"has more than {_MERGES_PER_TOKEN} ways per token to join two tokens into a token"
             raise given.error("tokenizer.ggml.tokens", problem)
     if tokens > 1 and len(merged) == 1:
         raise given.error(key, "has one value for all tokens, so that their order is not known")
@@ -382,9 +404,11 @@ _SECOND_TEXT = {"Sequence": {"id": "B", "type_id": 1}}
 
 
 def _template(given: _Metadata, vocabulary: _Vocabulary, adds_bos: bool) -> dict[str, Any] | None:
-    """What puts BOS before a text and EOS behind it, as transformers' `update_post_processor` does; `None` for neither.
+    """The post-processor that puts BOS before a text and EOS behind it, as transformers' `update_post_processor` does;
+    `None` for neither.
 
-    Args: `adds_bos` holds where the file does not say and there is such a token.
+    Args:
+        adds_bos: whether BOS is added if the file does not say so and has a BOS token.
     """
     ends: list[int | None] = []
     for name, token, default in (("bos", vocabulary.bos, adds_bos), ("eos", vocabulary.eos, False)):
@@ -413,7 +437,7 @@ def _template(given: _Metadata, vocabulary: _Vocabulary, adds_bos: bool) -> dict
 
 
 def _config(given: _Metadata, vocabulary: _Vocabulary) -> dict[str, Any]:
-    """`tokenizer_config.json`."""
+    """The content of `tokenizer_config.json`."""
     config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
     is_unknown_given = given.number("tokenizer.ggml.unknown_token_id") is not None
     roles = {

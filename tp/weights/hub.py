@@ -1,4 +1,4 @@
-"""Models of the Hugging Face hub: finds them in its cache, or downloads the files that are needed to it.
+"""Models on the Hugging Face hub: finds them in the hub's cache, or downloads the files that are needed to it.
 
 A model that is completely in the cache is used without asking the network; `hf download NAME` fetches a newer version.
 Slow imports are made only where they are needed, so that an unknown name is refused quickly.
@@ -36,7 +36,7 @@ def is_hub_name(name: str) -> bool:
 
 
 def fetch(name: str, note: Callable[[str], None] | None = None) -> Path:
-    """The directory with the files of a hub model, which are downloaded if they are not all in the cache.
+    """The directory with the files of a hub model. Downloads the files if they are not all in the cache.
 
     The hub's client shows its progress on stderr and reads its own environment variables (`HF_HOME`, `HF_TOKEN`,
     `HF_HUB_OFFLINE`, `HF_ENDPOINT`).
@@ -46,8 +46,8 @@ def fetch(name: str, note: Callable[[str], None] | None = None) -> Path:
         note: called with one line of text before a download begins.
 
     Raises:
-        ModelError: the model is not in the cache and cannot be downloaded, or its architecture is not supported (which
-            is found before its weights are downloaded).
+        ModelError: the model is not in the cache and cannot be downloaded, or its architecture is not supported. The
+            architecture is checked before weights are downloaded.
     """
     cached = find_cached(name)
     if cached:
@@ -62,17 +62,19 @@ def fetch(name: str, note: Callable[[str], None] | None = None) -> Path:
 
 
 def fetch_gguf(name: str, form: str, note: Callable[[str], None] | None = None) -> Path:
-    """The GGUF file of a hub model, or its first shard, whose name ends in a quantisation such as `Q4_K_M`. It is
-    downloaded if it is not in the cache; what is in it is found out afterwards.
+    """The GGUF file of a hub model, or its first shard. Downloads the model if it is not in the cache. Its content is
+    not checked.
 
-    Args: `name` and `note` are as for `fetch`.
+    Args:
+        name, note: as for `fetch`.
+        form: the quantisation, such as `Q4_K_M`, with which the name of the file ends.
 
     Raises:
-        ModelError: the model cannot be downloaded, or there is no file of that quantisation, or several, or it is one
-            that is not read.
+        ModelError: the model cannot be downloaded; there is no file with this quantisation, or several; or the
+            quantisation is not supported.
     """
     if _NOT_READ.search(form):
-        raise ModelError(f"{form} is a quantisation that is not read; take another, such as {name}:Q4_K_M")
+        raise ModelError(f"{form} is a quantisation that is not supported; use another, such as {name}:Q4_K_M")
     try:
         return cached_gguf(name, form) or _download_gguf(name, form, note)
     except ModelError:
@@ -85,7 +87,7 @@ def fetch_gguf(name: str, form: str, note: Callable[[str], None] | None = None) 
 
 
 def cached_gguf(name: str, form: str) -> Path | None:
-    """The file that `fetch_gguf` finds in the cache, if it is there with all its shards."""
+    """The file that `fetch_gguf` finds in the cache; `None` if it is not there with all its shards."""
     from huggingface_hub import constants, try_to_load_from_cache
 
     folder = Path(constants.HF_HUB_CACHE) / f"models--{name.replace('/', '--')}"
@@ -121,12 +123,12 @@ def _download_gguf(name: str, form: str, note: Callable[[str], None] | None) -> 
 
 
 def _files_in(files: list[str], form: str) -> list[list[str]]:
-    """The GGUF files that are in a quantisation: of each model its shards, in order."""
+    """The GGUF files with a quantisation: a list of shards, in order, for each model."""
     found: dict[str, list[str]] = {}
     for file in sorted(files):
         shard = SHARD.fullmatch(file)
         stem, count = (shard[1], int(shard[3])) if shard else (file.removesuffix(".gguf"), 1)
-        is_model = not Path(file).name.startswith("mmproj")  # or what projects images
+        is_model = not Path(file).name.startswith("mmproj")  # "mmproj" files are projectors for images
         if is_model and re.fullmatch(rf"(.*[-./])?{re.escape(form)}", stem, re.IGNORECASE) and count < 1000:
             shards = [f"{stem}-{number:05}-of-{count:05}.gguf" for number in range(1, count + 1)] if shard else [file]
             found[stem] = shards
@@ -134,7 +136,8 @@ def _files_in(files: list[str], form: str) -> list[list[str]]:
 
 
 def find_cached(name: str) -> Path | None:
-    """The directory of a hub model in the cache, if its configuration, tokenizer and all weights are there."""
+    """The directory of a hub model in the cache; `None` if its configuration, tokenizer and weights are not all
+    there."""
     from huggingface_hub import try_to_load_from_cache
 
     config = try_to_load_from_cache(name, _CONFIG)
@@ -150,7 +153,7 @@ def find_cached(name: str) -> Path | None:
 def _download(name: str, note: Callable[[str], None] | None) -> Path:
     from huggingface_hub import HfApi, hf_hub_download
 
-    # Asked first: without a network this fails at once, whereas a download is tried again for half a minute.
+    # This request comes first: without a network it fails at once, but a download is tried again for half a minute.
     info = HfApi().model_info(name, files_metadata=True)
     directory = Path(hf_hub_download(name, _CONFIG)).parent
     commit = directory.name
@@ -179,7 +182,7 @@ def _download(name: str, note: Callable[[str], None] | None) -> Path:
 
 
 def _check_room(name: str, info: ModelInfo, files: list[str], cache: Path) -> int:
-    """Bytes of `files`; raises `ModelError` if the disk of the cache has no room for them."""
+    """The size of `files` in bytes. Raises `ModelError` if the disk of the cache has no room for them."""
     sizes = {file.rfilename: file.size or 0 for file in info.siblings or []}
     needed = sum(sizes.get(file, 0) for file in files)
     free = shutil.disk_usage(cache).free
@@ -193,7 +196,7 @@ def _full_disk(cache: Path, free: int) -> str:
 
 
 def _explained(name: str, error: Exception) -> ModelError | None:
-    """The client's error in words that a user can act on; `None` for an error that is a bug."""
+    """Converts an error of the client to a `ModelError` that a user can act on; `None` for an error that is a bug."""
     from huggingface_hub import constants, errors
 
     status = getattr(getattr(error, "response", None), "status_code", None)
@@ -206,7 +209,7 @@ def _explained(name: str, error: Exception) -> ModelError | None:
     if isinstance(error, errors.RepositoryNotFoundError):
         return ModelError(
             f"no model {name!r}: not a directory here, and not on the hub, or private; check the spelling, "
-            "or log in with hf auth login if it is private (triforce models lists what has a short name)"
+            "or log in with hf auth login if it is private (triforce models lists short names)"
         )
     if isinstance(error, errors.RemoteEntryNotFoundError):
         return ModelError(
@@ -216,8 +219,8 @@ def _explained(name: str, error: Exception) -> ModelError | None:
         return ModelError(f"the hub does not accept the token it was sent for {name}; log in again with hf auth login")
     if constants.HF_HUB_OFFLINE and isinstance(error, (errors.OfflineModeIsEnabled, errors.LocalEntryNotFoundError)):
         return ModelError(
-            f"no model {name!r}: not a directory here, not whole in the hub's cache ({constants.HF_HUB_CACHE}), and "
-            f"HF_HUB_OFFLINE keeps from downloading it; unset that, {elsewhere}"
+            f"no model {name!r}: not a directory here, not complete in the hub's cache ({constants.HF_HUB_CACHE}), and "
+            f"HF_HUB_OFFLINE prevents a download; unset that, {elsewhere}"
         )
     if getattr(error, "errno", None) == errno.ENOSPC or "No space left on device" in str(error):
         cache = Path(constants.HF_HUB_CACHE)
@@ -233,7 +236,7 @@ def _explained(name: str, error: Exception) -> ModelError | None:
         return ModelError(f"{constants.ENDPOINT} fails to give {name} (HTTP status {status}); try again later")
     if transport or isinstance(error, OSError):
         return ModelError(
-            f"the download of {name} broke off ({_first_line(error)}); run again: files that have come whole are kept"
+            f"the download of {name} broke off ({_first_line(error)}); run again: files that are complete are kept"
         )
     return None
 

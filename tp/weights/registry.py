@@ -1,6 +1,6 @@
-"""Finds models by name: directories, models of the hub, and presets, which are pairs of a target and its draft.
+"""Finds models by name: directories, models on the hub, and presets, which are pairs of a target and its draft.
 
-A preset is a JSON file in `presets/`; adding one needs no change of code.
+A preset is a JSON file in `presets/`; adding a preset needs no change of code.
 """
 
 from __future__ import annotations
@@ -18,31 +18,31 @@ if TYPE_CHECKING:
     from ..model.config import ModelConfig
 
 EMBEDDED = "embedded"
-"""The preset that comes with the package."""
+"""The name of the preset that is installed with the package."""
 
 _PACKAGE = Path(__file__).parents[1]
 
 
 @dataclass(frozen=True)
 class Preset:
-    """A target and its draft, by name.
-
-    `target` and `draft` are names on the hub, or directories of the package.
-    """
+    """A pair of a target and its draft that has a name."""
 
     name: str
     target: str
+    """The name of the target on the hub, or its directory in the package."""
     draft: str
+    """The name of the draft on the hub, or its directory in the package."""
     summary: str
+    """A short description of the pair."""
     published: tuple[dict[str, int], ...]
-    """Settings published with the model: dicts of `gpus`, and of `budget`, `chunk_size`, `block_length`, ... for that
-    number of GPUs."""
+    """Settings that were published with the model. Each dict has a number of GPUs (`gpus`), and the settings for this
+    number: `budget`, `chunk_size`, `block_length`, ..."""
     raw_configs: tuple[dict[str, Any], ...]
-    """The contents of the two `config.json`, target's and draft's; empty for directories of the package."""
+    """The contents of `config.json` of the target and of the draft; empty for directories in the package."""
 
     @classmethod
     def load(cls, path: Path) -> Preset:
-        """Reads `NAME.json` of the package."""
+        """Reads a preset from its JSON file; its name is that of the file without `.json`."""
         raw = json.loads(path.read_text(encoding="utf-8"))
         within = _PACKAGE if raw.get("in_package") else Path()
         return cls(
@@ -55,7 +55,7 @@ class Preset:
         )
 
     def configs(self) -> tuple[ModelConfig, ModelConfig]:
-        """The configurations of target and draft; downloads nothing. Imports PyTorch.
+        """The configurations of target and draft. Downloads nothing, and imports PyTorch.
 
         Raises:
             ModelError: see `ModelConfig.load`.
@@ -68,35 +68,40 @@ class Preset:
         return ModelConfig.from_json(self.raw_configs[0], target), ModelConfig.from_json(self.raw_configs[1], draft)
 
     def directories(self) -> tuple[Path | None, Path | None]:
-        """The directories of target and draft on this machine; `None` for one that is not downloaded yet."""
+        """The directories of target and draft on this machine; `None` for a model that is not downloaded yet."""
         target, draft = (Path(n) if Path(n).is_dir() else find_cached(n) for n in (self.target, self.draft))
         return target, draft
 
 
 LOOKUP = "lookup"
-"""The draft that is looked up in the text itself."""
+"""The name for drafting by lookup: draft tokens are copied from the text itself."""
 
 MTP = "mtp"
-"""The draft that is the target's own multi-token-prediction head."""
+"""The name for drafting with the target's own multi-token-prediction head."""
 
 PRESETS = {
     path.stem: Preset.load(path) for path in sorted((_PACKAGE / "presets").rglob("*.json"), key=lambda path: path.stem)
 }
+"""All presets by name, sorted by name."""
 
 
 def find_pair(
     model: str | Path, draft: str | Path | None = None, note: Callable[[str], None] | None = None
 ) -> tuple[Path, Path | None]:
-    """The directories of a target and its draft, which are downloaded from the hub if necessary.
+    """Finds the directories of a target and its draft. Downloads them from the hub if necessary.
 
     Args:
-        model: the name of a preset, a directory or a name on the hub (`owner/name`), tried in this order.
-        draft: the same, where a preset means its draft; `"none"` for no draft, and `"mtp"` for the target's own head,
-            which has no directory; `None` for that of the preset, if `model` is one; see also `parse_draft`.
+        model: the name of a preset; otherwise see `find_model`.
+        draft: a model, as for `model`; the name of a preset means its draft. `"none"`: no draft model. `"mtp"`: the
+            target's own multi-token-prediction head, which has no directory. `None`: the draft of the preset, if
+            `model` is a preset. `parse_draft` describes drafting by lookup.
         note: called with one line of text before a download begins.
 
+    Returns:
+        The directory of the target, and that of the draft or `None`.
+
     Raises:
-        ModelError: there is no such model, or it cannot be downloaded.
+        ModelError: a model does not exist, or cannot be downloaded.
     """
     draft, _ = parse_draft(draft)
     preset = find_preset(model)
@@ -110,8 +115,10 @@ def find_pair(
 
 
 def parse_draft(draft: str | Path | None) -> tuple[str | Path | None, bool]:
-    """The draft model of what was given as draft, as `find_pair` takes it, and whether tokens are looked up in the text
-    too: of `lookup`, no model; of `D,lookup`, `D`."""
+    """Splits a value that was given as draft into the draft model for `find_pair`, and whether lookup drafts too.
+
+    `lookup` has no draft model (`"none"`); `D,lookup` has the draft model `D`.
+    """
     if str(draft) == LOOKUP:
         return "none", True
     if isinstance(draft, str) and draft.endswith(f",{LOOKUP}"):
@@ -120,12 +127,15 @@ def parse_draft(draft: str | Path | None) -> tuple[str | Path | None, bool]:
 
 
 def find_preset(model: str | Path) -> Preset | None:
-    """The preset of this name, if there is one."""
+    """The preset of this name; `None` if there is none."""
     return PRESETS.get(str(model))
 
 
 def published_settings(model: str | Path, gpus: int) -> dict[str, int]:
-    """The settings published for a preset on `gpus` GPUs, or on the largest smaller number; by the engine's names."""
+    """The settings that were published for a preset on `gpus` GPUs, or else on the largest smaller number of GPUs.
+
+    Their names are those of the engine. Empty if nothing fits.
+    """
     preset = find_preset(model)
     fitting = [entry for entry in preset.published if entry["gpus"] <= gpus] if preset else []
     best = max(fitting, key=lambda entry: entry["gpus"], default={})
@@ -133,14 +143,18 @@ def published_settings(model: str | Path, gpus: int) -> dict[str, int]:
 
 
 def published_cache(model: str | Path, gpus: int) -> dict[str, int]:
-    """Those of the `published_settings` that are used unless others are asked for: the retrieval cache's. Lengths are
-    chosen by what passes take."""
+    """The `published_settings` of the retrieval cache, which are used by default. Numbers of draft tokens are left out:
+    they are chosen by the time that passes take."""
     return {name: value for name, value in published_settings(model, gpus).items() if not name.endswith("_length")}
 
 
 def find_model(model: str | Path, note: Callable[[str], None] | None = None) -> Path:
-    """The directory of a model: `model` itself, that of a GGUF file (see `gguf_model`), or that of a hub model, which
-    is downloaded if necessary.
+    """Finds the directory of a model. Downloads the model from the hub if necessary.
+
+    Args:
+        model: tried in this order: a directory, a GGUF file (see `gguf_model`), a name on the hub (`owner/name`, or
+            `owner/name:FORMAT` for a GGUF file).
+        note: called with one line of text before a download begins.
 
     Raises:
         ModelError: `model` is another file, does not exist, or cannot be downloaded.
@@ -162,7 +176,8 @@ def find_model(model: str | Path, note: Callable[[str], None] | None = None) -> 
 
 
 def find_downloaded(model: str) -> Path | None:
-    """As `find_model`, of a hub model that is whole in the hub's cache; `None` for one that is not."""
+    """The directory of a hub model, as `find_model` returns it; `None` if the model is not complete in the hub's
+    cache."""
     name, _, form = model.partition(":")
     if not form:
         return find_cached(name)

@@ -1,4 +1,5 @@
-"""Text to token ids and back, with the tokenizer of a model's directory; text that grows without broken characters."""
+"""Converts text to token ids and back, with the tokenizer of a model's directory. Streams text without broken
+characters."""
 
 from __future__ import annotations
 
@@ -35,30 +36,35 @@ _FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.j
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """A model's tokenizer.
-
-    `encode(text, special)` gives ids, with the tokens that open a text (BOS) if `special`. A control token that `text`
-    spells becomes one, unless `as_content(text)` was given, or stands in what was: that keeps it a text, and returns
-    unchanged what spells none. `decode(ids)` leaves special tokens out. `render(messages)` renders messages (see
-    `Messages`), whose texts are content, and the beginning of the answer to the last one, with the model's chat
-    template; with `tools=`, it describes these tools too. `chat(content, system)` renders one message of the user,
-    after a system message if that is given. Both are `None` where there is no template; what they return is for
-    `encode`. `template_arguments` are the variables that the template can be given. `tool_template` is the source of
-    the template that describes tools, if there is one.
-    """
+    """A model's tokenizer and its chat template."""
 
     encode: Callable[[str, bool], list[int]]
+    """`encode(text, special)` returns token ids. With `special`, they begin with the tokens that open a text (BOS). The
+    name of a control token in `text` becomes that control token. In text that went through `as_content`, it remains
+    ordinary text."""
     decode: Callable[[Sequence[int]], str]
+    """`decode(ids)` returns text, without special tokens."""
     chat: Callable[[str, str | None], str] | None = None
+    """`chat(content, system)` renders one user message, after a system message if `system` is given. The result is for
+    `encode`. `None` if the model has no chat template."""
     render: Callable[..., str] | None = None
+    """`render(messages)` renders messages (see `Messages`) and the beginning of the answer to the last message, with
+    the chat template. It uses `as_content` on the texts of messages. With `tools=`, it also describes these tools. The
+    result is for `encode`. `None` if the model has no chat template."""
     template_arguments: frozenset[str] = frozenset()
+    """The variables that can be given to the chat template."""
     tool_template: str | None = None
+    """The source of the template that describes tools, if there is one."""
     as_content: Callable[[str], str] = str
+    """`as_content(text)` marks the names of control tokens in `text`, so that `encode` keeps them as ordinary text. A
+    text without these names is returned unchanged."""
 
     @classmethod
     def load(cls, directory: Path) -> Tokenizer:
-        """Raises:
-        ModelError: there is no tokenizer, or one that cannot be read.
+        """Loads the tokenizer of a model's directory.
+
+        Raises:
+            ModelError: there is no tokenizer, or it cannot be read.
         """
         if not any((directory / name).is_file() for name in _FILES):
             raise ModelError(f"{directory} has no tokenizer; one of {', '.join(_FILES)} must be there")
@@ -71,12 +77,14 @@ class Tokenizer:
     def with_arguments(
         self, arguments: Mapping[str, Any] | Iterable[tuple[str, Any]] | None, name: str = "--template-arg"
     ) -> Tokenizer:
-        """The same, whose chat template is given these variables.
+        """A copy of this tokenizer whose chat template gets these variables.
 
-        Args: `name` is what they were given with, for messages.
+        Args:
+            arguments: the variables and their values.
+            name: the option or field that the user gave them with, for error messages.
 
         Raises:
-            UsageError: there is no template, or it has no such variable.
+            UsageError: there is no template, or the template does not use one of these variables.
         """
         given: dict[str, Any] = dict(arguments or ())
         if not given:
@@ -92,7 +100,8 @@ class Tokenizer:
 
 
 def _load_plain(directory: Path) -> Tokenizer | None:
-    """The tokenizer where `tokenizer.json` is sufficient: importing transformers takes seconds."""
+    """Loads the tokenizer without transformers, whose import takes seconds; `None` if `tokenizer.json` is not
+    sufficient."""
     path, settings = directory / "tokenizer.json", directory / "tokenizer_config.json"
     if not path.is_file() or not settings.is_file() or any(directory.glob("*chat_template*")):
         return None
@@ -115,7 +124,7 @@ def _load_plain(directory: Path) -> Tokenizer | None:
     backend.no_padding()
     tokens = ControlTokens(backend.get_added_tokens_decoder(), backend.normalizer)
     return _with_content(
-        # In one batch: it lets other threads run meanwhile.
+        # The batch function lets other threads run meanwhile.
         lambda text, special: backend.encode_batch_fast([text], add_special_tokens=special)[0].ids,
         backend_encode(backend, tokens),
         lambda ids: backend.decode(list(ids), skip_special_tokens=True),
@@ -152,7 +161,7 @@ def _load_with_transformers(directory: Path) -> Tokenizer:
     tokens = ControlTokens(tokenizer.added_tokens_decoder, normalizer, tokenizer.all_special_tokens)
 
     def encode_marked(text: str, special: bool) -> list[int]:
-        """For tokenizers in Python: what stands between the control tokens one by one."""
+        """Encodes text with marks, for tokenizers in Python: each piece between control tokens by itself."""
         ids: list[int] = []
         for piece, token in tokens.split(text):
             if token is not None:
@@ -182,15 +191,15 @@ def _with_content(
     arguments: frozenset[str] = frozenset(),
     tool_template: str | None = None,
 ) -> Tokenizer:
-    """A tokenizer that tells control tokens of the template from those that its content spells.
+    """A tokenizer that distinguishes control tokens of the template from names of control tokens in its content.
 
     Args:
         encode: for texts without marks.
-        encode_marked: for texts with them.
+        encode_marked: for texts with marks.
     """
 
     def content(value: Any) -> Any:
-        """What a template is given, with all its texts as content."""
+        """A value for a template, with `as_content` applied to all texts in it."""
         if isinstance(value, str):
             return tokens.as_content(value)
         if isinstance(value, Mapping):
@@ -201,7 +210,7 @@ def _with_content(
         assert render is not None
         try:
             return render(content(messages), **content(given))
-        except ModelError as error:  # a template may refuse a message with words of it
+        except ModelError as error:  # a template may quote the content in its refusal
             raise ModelError(without_marks(str(error))) from error
 
     return Tokenizer(
@@ -220,10 +229,10 @@ def _chat(render: Callable[[Messages], str]) -> Callable[[str, str | None], str]
 
 
 def check_same_vocabulary(target: Path, draft: Path) -> None:
-    """Compares the two `tokenizer.json`, if both are there. One may have further tokens, behind the last of the other.
+    """Compares `tokenizer.json` of target and draft, if both exist. One may have more tokens, with higher ids.
 
     Raises:
-        ModelError: they give different ids to some token.
+        ModelError: a token has different ids in the two files.
     """
     paths = (target / "tokenizer.json", draft / "tokenizer.json")
     if not all(path.is_file() for path in paths) or filecmp.cmp(*paths, shallow=False):
@@ -239,10 +248,10 @@ def check_same_vocabulary(target: Path, draft: Path) -> None:
 
 
 def backend_json(directory: Path) -> tuple[str, int]:
-    """A model's tokenizer as the content of a `tokenizer.json`, and how many tokens it has.
+    """A model's tokenizer as the content of a `tokenizer.json`, and its number of tokens.
 
     Raises:
-        Exception: it is of no kind that has one.
+        Exception: the tokenizer cannot be read, or is of a kind that has no `tokenizer.json`.
     """
     from tokenizers import Tokenizer as Backend
 
@@ -263,10 +272,10 @@ def _vocabulary(path: Path) -> dict[str, int]:
 
 
 class TextStream:
-    """Turns growing token ids into growing text; the pieces together are `decode` of all ids.
+    """Decodes token ids as they arrive, piece by piece. All pieces together are `decode` of all ids.
 
     A token may end inside a character, and its text may depend on the token before it. So a piece is the difference
-    between two decodings that begin at the piece before, and is held back while it ends in an unfinished character.
+    between two decodings that begin at the piece before. It is held back while it ends in an unfinished character.
     """
 
     def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
@@ -278,7 +287,7 @@ class TextStream:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens taken so far."""
+        """Number of tokens received so far."""
         return len(self._ids)
 
     @property
@@ -287,13 +296,13 @@ class TextStream:
         return "".join(self._pieces)
 
     def push(self, ids: Sequence[int]) -> str:
-        """The text that `ids` complete."""
+        """Adds ids, and returns the text that they complete."""
         self._ids += ids
         window = self._decode(self._ids[self._start :])
         return "" if window.endswith("�") else self._advance(window)
 
     def flush(self) -> str:
-        """The text that was held back, once nothing follows."""
+        """Returns the text that was held back, after the last ids."""
         return self._advance(self._decode(self._ids[self._start :]))
 
     def _advance(self, window: str) -> str:

@@ -12,28 +12,28 @@ from ..errors import ModelError
 SAFETENSORS, SAFETENSORS_INDEX = "model.safetensors", "model.safetensors.index.json"
 BIN, BIN_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 LAYOUTS = ((SAFETENSORS, SAFETENSORS_INDEX), (BIN, BIN_INDEX))
-"""Names of the single file or the index of shards, in the order in which they are looked for."""
+"""Pairs of the name of a single file and the name of the index of shards, in the order in which they are looked for."""
 
 SHARD = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
 """The name of a GGUF file that is a part of a model."""
 
 GGUF_INDEX = "model.gguf.index.json"
-"""Of the directory of a GGUF file: says where that is, and what is in it (`gguf_model`)."""
+"""A file in the directory of a GGUF model. It says where the GGUF files are, and what they contain (`gguf_model`)."""
 
 
 def weight_files(directory: Path) -> list[Path]:
-    """The files with a model directory's weights: those of a GGUF model, safetensors, or PyTorch's format if there are
-    none.
+    """The files with the weights of a model directory. They are GGUF files, otherwise safetensors, otherwise files in
+    PyTorch's format.
 
     Raises:
-        ModelError: there are none, or the index cannot be read or names a file that does not exist.
+        ModelError: there are no weights, or the index cannot be read or names a file that does not exist.
     """
     gguf = gguf_index(directory)
     if gguf is not None:
         files = [Path(file) for file in gguf["files"]]
         gone = [str(file) for file in files if not file.is_file()]
         if gone:
-            raise ModelError(f"{gone[0]} is gone; give the GGUF file where it is now")
+            raise ModelError(f"{gone[0]} no longer exists; give the present path of the GGUF file")
         return files
     for single, index in LAYOUTS:
         if (directory / single).is_file():
@@ -48,11 +48,11 @@ def weight_files(directory: Path) -> list[Path]:
 
 
 def gguf_index(directory: Path) -> dict[str, Any] | None:
-    """Which GGUF files the model of a directory is in (`files`), and where its tensors are in them (`tensors`); `None`
-    for a directory of another kind.
+    """The index of a GGUF model's directory: the GGUF files (`files`), and the places of tensors in them (`tensors`).
+    `None` for another kind of directory.
 
     Raises:
-        ModelError: it cannot be read.
+        ModelError: the index cannot be read.
     """
     path = directory / GGUF_INDEX
     if not path.is_file():
@@ -67,7 +67,7 @@ def gguf_index(directory: Path) -> dict[str, Any] | None:
             if not is_whole or not isinstance(tensor["form"], str) or tensor["file"] >= len(index["files"]):
                 raise TypeError("tensors")
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        raise ModelError(f"{path} cannot be read ({error}); remove its directory, which is made anew") from error
+        raise ModelError(f"{path} cannot be read ({error}); remove its directory, which is then made again") from error
     return index
 
 
@@ -75,7 +75,7 @@ def shard_names(index: Path) -> list[str]:
     """The files that are listed in an index of shards.
 
     Raises:
-        ModelError: it cannot be read as an index.
+        ModelError: the file cannot be read as an index.
     """
     try:
         names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))

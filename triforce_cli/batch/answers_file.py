@@ -1,4 +1,5 @@
-"""The file of answers: a line each, added as it comes, so that a run that was stopped goes on where it was."""
+"""The file of answers. Each answer is a line that is added when the answer is complete, so that a stopped run can be
+continued."""
 
 from __future__ import annotations
 
@@ -15,18 +16,18 @@ from ...tp.errors import TriforceError, UsageError
 
 
 class AnswersFile:
-    """The answers that a file has, and further ones."""
+    """The answers in a file, to which further answers are added."""
 
     def __init__(self, path: Path) -> None:
-        """Reads what is there; nothing is changed before `open`.
+        """Reads the file, if it exists. It is not changed before `open`.
 
         Raises:
-            UsageError: a directory, or a file that holds something else.
-            TriforceError: it cannot be read or written.
+            UsageError: the path is a directory, or a file with other contents.
+            TriforceError: the file cannot be read or written.
         """
         self.path = path.expanduser()
         self.answered: set[str] = set()
-        """The requests that have an answer, by their `custom_id`."""
+        """The `custom_id` of all requests that have an answer."""
         self._dropped: set[int] = set()  # lines that will not be kept: failed ones, and a torn one
         self._ends_whole = True
         self._file: FileIO | None = None
@@ -41,10 +42,11 @@ class AnswersFile:
             raise TriforceError(f"--output {path} cannot be read: {error.strerror or error}") from error
 
     def open(self) -> Self:
-        """Makes room for answers: drops lines of requests that failed, which are tried again, and a torn last line.
+        """Prepares the file for further answers. Removes the lines of failed requests, which are tried again, and an
+        incomplete last line.
 
         Raises:
-            TriforceError: it cannot be written.
+            TriforceError: the file cannot be written.
         """
         try:
             if self._dropped:
@@ -57,10 +59,10 @@ class AnswersFile:
         return self
 
     def add(self, line: dict[str, Any]) -> None:
-        """Adds a line, in one write, so that no other can stand in it.
+        """Adds a line in one write, so that it cannot be mixed with another line.
 
         Raises:
-            TriforceError: it cannot be written.
+            TriforceError: the file cannot be written.
         """
         assert self._file is not None
         content = (json.dumps(line, ensure_ascii=False) + "\n").encode("utf-8", "backslashreplace")
@@ -95,7 +97,7 @@ class AnswersFile:
                     self._dropped.add(index)
 
     def _rewrite(self) -> None:
-        """Leaves out the dropped lines: in a file beside it, which then takes its place."""
+        """Writes the file again without the dropped lines: as another file, which then replaces it."""
         target = self.path.resolve()
         handle, name = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
         try:
@@ -114,7 +116,7 @@ class AnswersFile:
 
 
 def _answer(line: bytes) -> dict[str, Any] | None:
-    """A line of the file, if it is one."""
+    """The answer in a line of the file; `None` if it is not an answer."""
     try:
         answer = json.loads(line)
     except (ValueError, RecursionError):

@@ -1,4 +1,4 @@
-"""`triforce batch`: everything that can be checked before PyTorch is imported."""
+"""`triforce batch`: the checks that are possible before PyTorch is imported."""
 
 from __future__ import annotations
 
@@ -55,8 +55,10 @@ def batch(options: BatchOptions, call: Call) -> None:
 
 
 def _check_options(options: BatchOptions) -> None:
-    """Raises:
-    UsageError: an impossible name, or one file for two things.
+    """Checks the options.
+
+    Raises:
+        UsageError: a name is not allowed, or one file has two purposes.
     """
     if options.context is not None:
         from ...offload.contexts.home import user_store

@@ -1,4 +1,4 @@
-"""The lines of a batch file, in OpenAI's form: each a request, or the reason why it is none."""
+"""The lines of a batch file, in OpenAI's format: each is a request, or the reason why it is not a request."""
 
 from __future__ import annotations
 
@@ -18,17 +18,18 @@ class RequestLine:
     """A line that is not empty."""
 
     number: int
-    """Of the file's lines, from 1."""
+    """The number of the line in the file, from 1."""
     custom_id: str | None
-    """`None` where the line does not give one that is its own."""
+    """`None` if the line has no unique id."""
     endpoint: str
     body: dict[str, Any]
     error: str | None = None
-    """Why it is no request."""
+    """The reason why it is not a request."""
 
 
 def read_lines(path: Path) -> list[RequestLine]:
-    """The lines of a file, or of standard input for `-`. What is wrong with one is in it: the others are requests.
+    """The lines of a file, or of standard input for `-`. The error of a line is in its `error`; the other lines are
+    requests.
 
     Raises:
         TriforceError: the file cannot be read.

@@ -12,7 +12,7 @@ from ..parameters import FILE
 
 @dataclass(frozen=True, kw_only=True)
 class BatchOptions(AnsweringOptions):
-    """What `triforce batch` is asked for."""
+    """The options of `triforce batch`."""
 
     requests: Annotated[
         Path, argument("REQUESTS", "The file of requests: one JSON object per line (JSONL); [bold]-[/] is stdin.")

@@ -1,4 +1,4 @@
-"""What is to be done of a file of requests: those that have no answer yet."""
+"""The requests of a file that have no answer yet."""
 
 from __future__ import annotations
 
@@ -11,17 +11,19 @@ from .lines import RequestLine, read_lines
 
 @dataclass(frozen=True)
 class RequestsFile:
-    """A file of requests, and the answers that there are."""
+    """A file of requests, and the existing answers."""
 
     name: str
-    """Of the file, for messages."""
+    """The name of the file, for messages."""
     lines: list[RequestLine]
     answers: AnswersFile
 
     @classmethod
     def read(cls, requests: Path, output: Path) -> RequestsFile:
-        """Raises:
-        UsageError, TriforceError: see `read_lines` and `AnswersFile`.
+        """Reads both files.
+
+        Raises:
+            UsageError, TriforceError: see `read_lines` and `AnswersFile`.
         """
         lines = read_lines(requests)
         return cls("standard input" if str(requests) == "-" else str(requests), lines, AnswersFile(output))
@@ -33,10 +35,10 @@ class RequestsFile:
 
     @property
     def malformed(self) -> list[RequestLine]:
-        """The lines that are no requests."""
+        """The lines that are not requests."""
         return [one for one in self.lines if one.error is not None]
 
     @property
     def skipped(self) -> int:
-        """Requests that have an answer already."""
+        """The number of requests that already have an answer."""
         return sum(one.error is None and one.custom_id in self.answers.answered for one in self.lines)

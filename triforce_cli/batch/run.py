@@ -1,4 +1,4 @@
-"""One run of `triforce batch`: from the lines of a file to its answers, what is told of them, and the JSON."""
+"""One run of `triforce batch`: from the lines of a file to their answers, messages about them, and the JSON."""
 
 from __future__ import annotations
 
@@ -37,14 +37,15 @@ def run(
     json_file: JsonFile,
     signals: Signals,
 ) -> None:
-    """Answers what has no answer yet.
+    """Answers the requests that have no answer yet.
 
-    Args: `directories` are target and draft; `None` where there is nothing to answer.
+    Args:
+        directories: those of target and draft; `None` if there is nothing to answer.
 
     Raises:
-        TriforceError: the model cannot be loaded, or cannot go on; what was complete is written.
-        Stop: it was interrupted; likewise.
-        typer.Exit: a request has got no answer.
+        TriforceError: the model cannot be loaded, or cannot continue; complete answers are written.
+        Stop: the run was interrupted; complete answers are written.
+        typer.Exit: a request got no answer.
     """
     console = stderr_console()
     totals = Totals(requests, print_note)
@@ -84,7 +85,7 @@ def run(
 def _checked(
     options: BatchOptions, requests: RequestsFile, totals: Totals
 ) -> tuple[list[BatchItem], list[tuple[RequestLine, BodyError]]]:
-    """The requests to be answered, and those that cannot be, with the reasons."""
+    """The requests to be answered, and those that cannot be answered, with the errors."""
     models = {options.model, Path(options.model).name}
     items, refused = [], []
     for line in requests.wanted:
@@ -97,7 +98,7 @@ def _checked(
 
 
 def _with_other_ranks() -> bool:
-    """Whether other ranks wait for this one, which then has to load the model in any case."""
+    """Whether other ranks wait for this rank. Then it must load the model in any case."""
     place = Place.from_environment()
     return place is not None and place.size > 1
 
@@ -111,7 +112,7 @@ def _print_start(engine: Engine, options: BatchOptions, requests: RequestsFile, 
 def _answer(
     options: BatchOptions, engine: Engine, runner: Runner, items: Sequence[BatchItem], console: Console
 ) -> BaseException | None:
-    """Answers all; the error or interrupt that ended it, if any did."""
+    """Answers all requests. Returns the error or interrupt that ended the run, if there was one."""
     later: list[str] = []  # lines that a live display would draw over
     display = None
     if options.live and LiveDisplay.possible(console):
@@ -131,7 +132,7 @@ def _answer(
 
 
 def _report(console: Console, document: dict[str, Any]) -> None:
-    """The JSON in a few lines."""
+    """Prints the JSON in a few lines."""
     counts = document["requests"]
     names = ("skipped", "failed", "interrupted")
     others = "".join(f", {counts[name]:,} {name}" for name in names if counts[name])

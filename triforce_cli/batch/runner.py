@@ -1,4 +1,4 @@
-"""Answers requests: keeps so many sequences in a run as may be, and writes a line for each complete request."""
+"""Answers requests: keeps the maximum number of sequences in a run, and writes a line for each complete request."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ from .options import BatchOptions
 from .totals import Totals, answer_line, refused_line
 
 _LONG = 4096
-"""Tokens of a prompt from which on lines tell how it is read, where there is no live display."""
+"""From this number of tokens of a prompt on, lines report the progress of its prefill if there is no live display."""
 
 
 @dataclass(eq=False)
 class BatchItem:
-    """A request that is to be answered."""
+    """A request to be answered."""
 
     line: RequestLine
     request: AnswerRequest
     prompts: tuple[Prompt, ...] = ()
-    """Once it is its turn."""
+    """Its prompts, when it is its turn."""
     finished: dict[int, FinishedAnswer] = field(default_factory=dict)
     """Its complete answers, by their numbers."""
     failed: bool = False
@@ -48,7 +48,7 @@ class BatchItem:
 
 
 class Runner:
-    """Works through requests with one engine."""
+    """Answers requests with one engine."""
 
     def __init__(
         self,
@@ -71,11 +71,11 @@ class Runner:
         self._done, self._figures = 0, Figures()  # answers that are complete
 
     def run(self, items: Sequence[BatchItem], display: LiveDisplay | None) -> None:
-        """Answers all, those about one saved context after one another.
+        """Answers all requests. Requests about one saved context are answered one after another.
 
         Raises:
-            TriforceError: the model cannot go on; what was complete is written.
-            Stop: it was interrupted; what came of each answer is written.
+            TriforceError: the model cannot continue; complete answers are written.
+            Stop: the run was interrupted; each answer is written as far as it came.
         """
         self._display, self.totals.began = display, time.perf_counter()
         self._to_come = sum(item.request.answers for item in items)
@@ -92,20 +92,20 @@ class Runner:
         return [row(task) for task in self._tasks]
 
     def lengths(self) -> dict[str, int]:
-        """The lengths in force."""
+        """The present `draft_length` and `block_length`."""
         return self._session.lengths if self._session else {"draft_length": 0, "block_length": 0}
 
     def others(self) -> tuple[int, Figures, int]:
-        """Answers without a line: how many are complete, their figures, and how many are not begun."""
+        """Data about answers without a line: how many are complete, their figures, and how many have not begun."""
         return self._done, self._figures, self._to_come
 
     @property
     def _tasks(self) -> list[Task]:
-        """Answers that are being written, or wait to be."""
+        """The answers that are being written, or wait."""
         return list(self._session.tasks) if self._session else []
 
     def _answer(self) -> None:
-        """Answers requests until none is left, or one takes the run with it."""
+        """Answers requests until none is left, or until a request ends the run with an error."""
         self._reading = {}
         on_memory = None if self._display else progress_lines("taking host memory for the KV cache")
         session = self._session = Session(
@@ -142,13 +142,13 @@ class Runner:
                 self.totals.add_run(session.run.stats())
 
     def _is_of_requests(self, error: BaseException) -> bool:
-        """Whether an error is of what was asked for, and not of the model: others can still be answered."""
+        """Whether an error comes from a request, and not from the model. Then other requests can still be answered."""
         if isinstance(error, PeerError) or not isinstance(error, TriforceError):
             return False
         return isinstance(error, ContextError) or len(self._tasks) == 1
 
     def _complete(self, task: Task) -> None:
-        """Takes over an answer, and writes the line of its request with the last one of it."""
+        """Stores an answer. If it is the last of its request, writes the line of the request."""
         self._reading.pop(task, None)
         answer, item = finished_answer(task), task.owner
         self.totals.add_answer(answer, task.sequence.warnings if task.sequence else ())
@@ -162,7 +162,7 @@ class Runner:
             item.finished, item.prompts = {}, ()
 
     def _next(self, waits: bool) -> Task | None:
-        """The next answer to be begun; requests whose prompt cannot be made fail on the way."""
+        """The next answer to begin. Requests before it whose prompt cannot be made fail."""
         while self._waiting:
             item, number = self._waiting.popleft()
             self._to_come -= 1
@@ -182,7 +182,7 @@ class Runner:
         return None
 
     def _fail(self, item: BatchItem, error: BodyError) -> None:
-        """Writes why a request gets no answer; what was begun of it is ended."""
+        """Writes the error of a request that gets no answer, and ends its answers that have begun."""
         item.failed = True
         for task in self._tasks:
             if self._session and task.owner is item:
@@ -191,7 +191,7 @@ class Runner:
         self.totals.fail(item.line, str(error))
 
     def _keep_unfinished(self) -> None:
-        """Writes what came of answers that were broken off; they are asked for again by the next run."""
+        """Writes interrupted answers as far as they came. The next run answers these requests again."""
         unfinished = {item: dict(item.finished) for item, _ in self._waiting if item.finished and not item.failed}
         for task in self._tasks:
             kept = unfinished.setdefault(task.owner, dict(task.owner.finished))
@@ -205,7 +205,7 @@ class Runner:
                 self._file.add(answer_line(item.line, 499, body, error))
 
     def _read(self, task: Task, share: float) -> None:
-        """Takes note of a share of a prompt that is read."""
+        """Notes the finished share of a prefill."""
         tokens = len(task.prompt.token_ids)
         if self._display:
             self._display.draw_if_due()
@@ -226,25 +226,25 @@ class Runner:
 
 
 def _as_body_error(message: str) -> BodyError:
-    """Why the engine has not answered."""
+    """The error for a request that the engine has not answered."""
     return BodyError(message, code="not_answered", status=500)
 
 
 def name_of(task: Task) -> str:
-    """An answer that is being written, in words. Its owner is a `BatchItem`."""
+    """The description of an answer that is being written. Its owner is a `BatchItem`."""
     count = task.owner.request.answers
     return f"{task.owner.line.custom_id}" + (f" (answer {task.number + 1} of {count})" if count > 1 else "")
 
 
 def row(task: Task) -> AnswerRow:
-    """Its line of the live display."""
+    """The line of an answer in the live display."""
     if task.sequence is None:
         return AnswerRow(name_of(task), "waiting", task.max_new_tokens)
     return AnswerRow.of(name_of(task), task.sequence, task.max_new_tokens, ended=False)
 
 
 def finished_answer(task: Task) -> FinishedAnswer:
-    """The answer, as far as it was written; a token of it was."""
+    """The answer as far as it was written; at least one token was written."""
     task.finish_text()
     assert task.sequence
     text = task.text

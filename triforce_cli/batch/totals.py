@@ -1,4 +1,4 @@
-"""What a run over a file of requests has come to: counts, tokens, times, and the JSON of it."""
+"""The totals of a run over a file of requests: counts, tokens, times, and their JSON."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ _TRAFFIC = ("bytes_streamed", "bytes_written_back", "busy_s", "waited_s")
 
 @dataclass
 class Totals:
-    """Adds up what has been done; bytes, tokens, seconds."""
+    """Adds up the results of a run, in bytes, tokens and seconds."""
 
     requests: RequestsFile
     note: Callable[[str], None]
-    """Takes lines for people."""
+    """Prints a line for people."""
     began: float = field(default_factory=time.perf_counter)
     answered: int = 0
     interrupted: int = 0
@@ -52,11 +52,11 @@ class Totals:
 
     @property
     def elapsed_s(self) -> float:
-        """Since the first request was begun; more than 0."""
+        """Seconds since the first request began; above 0."""
         return max(1e-9, time.perf_counter() - self.began)
 
     def add_answer(self, answer: FinishedAnswer, warnings: Sequence[str]) -> None:
-        """Counts an answer's tokens, and what it had to do without."""
+        """Counts an answer's tokens, and its warnings."""
         self._warn(warnings)
         self.prompt_tokens += answer.timings.prompt_tokens
         self.reused_tokens += answer.timings.reused_tokens
@@ -66,7 +66,7 @@ class Totals:
         self.warnings += [line for line in warnings if line not in self.warnings]
 
     def add_run(self, stats: dict[str, Any]) -> None:
-        """Counts what a run of the engine took. `stats` is its JSON."""
+        """Adds the times and bytes of a run of the engine. `stats` is its JSON."""
         self.rounds += stats["rounds"]
         self.decode_s += stats["decode_s"]
         self.identity |= {name: stats[name] for name in _SHARED if name in stats}
@@ -77,7 +77,7 @@ class Totals:
             self.memory[name] = max(held, self.memory.get(name, 0))
 
     def fail(self, line: RequestLine, message: str) -> None:
-        """Counts a request that got no answer, and says so."""
+        """Counts a request that got no answer, and prints a line about it."""
         self.failures.append({"line": line.number, "custom_id": line.custom_id, "message": message})
         self.note(f"{self.requests.name}, line {line.number:,}: {message}")
 
@@ -114,7 +114,7 @@ class Totals:
 def answer_line(
     line: RequestLine, status: int, body: dict[str, Any] | None, error: dict[str, Any] | None = None
 ) -> dict[str, Any]:
-    """A line of the file of answers, in OpenAI's form; without a `body` there was no request."""
+    """A line of the file of answers, in OpenAI's format. Without `body`, there was no request."""
     response = {"status_code": status, "request_id": f"req_{secrets.token_hex(12)}", "body": body}
     return {
         "id": f"batch_req_{secrets.token_hex(12)}",
@@ -125,11 +125,11 @@ def answer_line(
 
 
 def malformed_line(requests: RequestsFile, line: RequestLine) -> dict[str, Any]:
-    """The answer to a line that is no request."""
+    """The answer to a line that is not a request."""
     message = f"{requests.name}, line {line.number:,}: {line.error}"
     return answer_line(line, 0, None, {"code": "invalid_line", "message": message})
 
 
 def refused_line(line: RequestLine, error: BodyError) -> dict[str, Any]:
-    """The answer to a request that cannot be met."""
+    """The answer to a request that cannot be answered."""
     return answer_line(line, error.status, error_body(error))

@@ -1,4 +1,4 @@
-"""`triforce bench`: its options, what is refused before PyTorch is imported, and the measurement to its results."""
+"""`triforce bench`: its options, the checks before PyTorch is imported, and the measurement up to its results."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class BenchOptions(MeasuringOptions):
             f"{', '.join(f'{n:,}' for n in AUTO_CONTEXTS)}, up to the model's maximum.",
         ),
     ] = None
-    """Ascending; `None` is `AUTO_CONTEXTS`, as far as the model goes."""
+    """Ascending; `None`: those of `AUTO_CONTEXTS` for which the model has enough positions."""
     tiers: Annotated[
         Numbers,
         option(
@@ -96,7 +96,7 @@ class BenchOptions(MeasuringOptions):
             "question. Measures tokens per second.",
         ),
     ] = None
-    """Ascending; `None` measures runs alone."""
+    """Ascending; `None`: only runs of one sequence are measured."""
     repeat: Annotated[int, REPEAT] = 3
     shape: Annotated[
         str | None,
@@ -151,8 +151,10 @@ def bench(options: BenchOptions, call: Call) -> None:
 
 
 def _check_runs(options: BenchOptions) -> None:
-    """Raises:
-    UsageError: options of a shape, too many sequences, or no room for a prompt.
+    """Checks the options for runs.
+
+    Raises:
+        UsageError: there are options for a shape, too many sequences, or there is no room for a prompt.
     """
     if options.assume_acceptance is not None:
         raise UsageError("--assume-acceptance is for --shape; a run measures its acceptance")
@@ -172,8 +174,10 @@ def _check_runs(options: BenchOptions) -> None:
 
 
 def _check_shape(options: BenchOptions) -> None:
-    """Raises:
-    UsageError: options were given that mean nothing for a shape, or that a shape cannot be measured with.
+    """Checks the options for a shape.
+
+    Raises:
+        UsageError: there are options that have no meaning for a shape, or with which a shape cannot be measured.
     """
     unused = next((name for name in changed(options) if name in _OPTIONS_OF_RUNS), None)
     if unused:
@@ -189,9 +193,11 @@ def _check_shape(options: BenchOptions) -> None:
 
 
 def _check_plot(path: Path) -> None:
-    """Raises:
-    UsageError: no picture of that kind is drawn.
-    TriforceError: matplotlib is not installed.
+    """Checks that the picture can be drawn.
+
+    Raises:
+        UsageError: this kind of picture is not supported.
+        TriforceError: matplotlib is not installed.
     """
     if path.suffix.lower() not in PICTURES:
         raise UsageError(f"--plot is {str(path)!r}; the name must end with one of {', '.join(PICTURES)}")
@@ -202,7 +208,7 @@ def _check_plot(path: Path) -> None:
 def _written_after(
     document: Callable[[bool], dict[str, Any] | None], json_file: JsonFile, plot_file: ResultFile
 ) -> AbstractContextManager[None]:
-    """See `written_after`; also draws the picture where one is wanted."""
+    """See `written_after`. Also draws the picture, if it is wanted."""
     from .report import report
 
     def draw(document: dict[str, Any]) -> None:
@@ -219,8 +225,8 @@ def _measure_runs(
     """Measures runs of an engine.
 
     Raises:
-        TriforceError: what is asked for cannot be done.
-        Stop: it was interrupted; what was measured by then is out.
+        TriforceError: the measurement is not possible.
+        Stop: this was interrupted; the measurements so far are written.
     """
     from rich.console import Console
 
@@ -275,11 +281,11 @@ def _measure_runs(
 
 
 def _measure_shape(options: BenchOptions, shape: str, json_file: JsonFile, plot_file: ResultFile, call: Call) -> None:
-    """Measures steps of a model of which only the shape is there.
+    """Measures steps of a model of which only the shape is available.
 
     Raises:
-        TriforceError: what is asked for cannot be done.
-        Stop: it was interrupted; what was measured by then is out.
+        TriforceError: the measurement is not possible.
+        Stop: this was interrupted; the measurements so far are written.
     """
     from statistics import median
 
@@ -324,11 +330,12 @@ def _measure_shape(options: BenchOptions, shape: str, json_file: JsonFile, plot_
 def _contexts(options: BenchOptions, config: ModelConfig, new_tokens: int) -> tuple[int, ...]:
     """The lengths to measure, ascending.
 
-    Args: `new_tokens` is how many of a context's tokens are not its text.
+    Args:
+        new_tokens: how many tokens of a context are not its text.
 
     Raises:
-        CapacityError: one is beyond the model's last position.
-        UsageError: so are all that are measured by default.
+        CapacityError: a length exceeds the model's positions.
+        UsageError: all default lengths exceed the model's positions.
     """
     if options.contexts is None:
         fitting = tuple(n for n in AUTO_CONTEXTS if new_tokens < n <= config.max_position_embeddings)

@@ -1,5 +1,5 @@
-"""Measures one engine at several context lengths and numbers of tiers, and the bandwidths of its machine. It knows no
-screen and no file."""
+"""Measures one engine at several context lengths and numbers of tiers, and the bandwidths of its machine. It does not
+write to the screen or to files."""
 
 from __future__ import annotations
 
@@ -24,15 +24,16 @@ from ..measurement import QUESTION_TOKENS, in_turns, questions_about
 
 @dataclass(frozen=True)
 class Step:
-    """One run: an answer, or as many as sequences are decoded together."""
+    """One run: one answer, or several if sequences are decoded together."""
 
     context: int
-    """Tokens, prompt and answer."""
+    """The number of tokens of prompt and answer together."""
     tiers: int
     repeat: int
-    """From 1; 0 is the run that reads the prompt, and warms up."""
+    """The number of the repeat, from 1; 0 is the run with the prefill, which warms up."""
     sequences: int | None = None
-    """Decoded together, each with a question of its own; `None` for one sequence without a question."""
+    """The number of sequences that are decoded together, each with its own question; `None` for one sequence without a
+    question."""
 
 
 def steps(
@@ -52,22 +53,26 @@ def steps(
 
 @dataclass(frozen=True)
 class Run:
-    """The result of a step; all but `tokens_per_s` is of the first sequence."""
+    """The result of a step. All fields except `tokens_per_s` are about the first sequence."""
 
     step: Step
     token_ids: list[int]
     stats: dict[str, Any]
     """The JSON of `triforce generate`."""
     passes: dict[str, int]
-    """Passes of each tier while decoding."""
+    """The number of passes of each tier while decoding."""
     proposed: dict[str, int]
-    """Tokens that each drafter proposed."""
+    """The number of tokens that each drafter proposed."""
     tokens_per_s: float = 0.0
-    """Of all sequences together, after the first token of each."""
+    """Tokens per second of all sequences together, after the first token of each."""
 
     @classmethod
     def of(cls, step: Step, batch: Batch) -> Run:
-        """Args: `batch` has ended."""
+        """The result of a step.
+
+        Args:
+            batch: has ended.
+        """
         s = batch.sequences[0].statistics
         passes = {"verify": s.rounds, "retrieval": s.retrieval_proposed - s.draft_accepted, "draft": s.draft_proposed}
         proposed = {"retrieval": s.retrieval_proposed, "draft": s.draft_proposed}
@@ -83,7 +88,7 @@ class ContextRuns:
     """The runs at one context length."""
 
     context: int
-    """Tokens, prompt and answer."""
+    """The number of tokens of prompt and answer together."""
     warm_up: Run
     """The run that read the prompt."""
     runs: list[Run] = field(default_factory=list)
@@ -104,10 +109,10 @@ class Observer(Protocol):
     def begin(self, step: Step) -> None: ...
 
     def prefill(self, share: float) -> None:
-        """Args: `share` of the prompts that is read, 0 to 1."""
+        """Receives the finished share of the prefill, 0 to 1."""
 
     def round(self, tokens: int) -> None:
-        """Args: `tokens` of each answer that are written, on average."""
+        """Receives how many tokens of each answer are written, on average."""
 
     def end(self, run: Run) -> None: ...
 
@@ -124,11 +129,11 @@ def measure(
     advance: Callable[[Iterator[Any]], Any],
     saved: str | None = None,
 ) -> None:
-    """Runs `order` and appends to `results` as it goes, so that they are there after an interrupt.
+    """Runs the steps in `order`. Appends to `results` after each, so that results are kept after an interrupt.
 
     Args:
-        token_ids: the beginning of each prompt is the beginning of these.
-        advance: makes one step of a batch; `None` at its end.
+        token_ids: each prompt begins with the beginning of these tokens.
+        advance: makes one step of a batch; returns `None` at its end.
         saved: the saved context that prompts are restored from, as far as they begin like it.
 
     Raises:
@@ -181,11 +186,11 @@ def _prompts(token_ids: Sequence[int], step: Step, new_tokens: int) -> list[list
 
 
 def machine_bandwidth(target: Decoder, settings: Settings) -> dict[str, float | None]:
-    """GB/s of memory, link and disk; `None` where no keys and values cross them. The ranks of a CPU share its memory,
-    so rank 0 reads it with the threads of all.
+    """The bandwidths of memory, link and disk in GB/s; `None` for those that no keys and values cross. The ranks of a
+    CPU share its memory, so rank 0 reads it with the threads of all ranks.
 
     Args:
-        target: on the device to measure.
+        target: a model on the device to measure.
         settings: say whether the KV cache may stream on a CPU, and whether a part of it may be on a disk.
     """
     device, threads = target.device, torch.get_num_threads()

@@ -1,5 +1,5 @@
-"""The picture of a bench's JSON: time between tokens against context, and beside it the acceptance; of sequences that
-are decoded together, tokens per second and time between tokens against their number."""
+"""The picture of a bench's JSON: time between tokens against context, and the acceptance beside it. For sequences that
+are decoded together: tokens per second, and time between tokens, against the number of sequences."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 COLOURS = {1: "#D55E00", 2: "#009E73", 3: "#0072B2"}
-"""By tiers; of Okabe and Ito's palette, which colour-blind people tell apart."""
+"""The colour for each number of tiers, from Okabe and Ito's palette, which colour-blind people can distinguish."""
 
 NAMES = {1: "plain decoding", 2: "two tiers", 3: "three tiers"}
 MARKERS = {1: "o", 2: "s", 3: "D"}
 GREY = "#666666"
 
 LOG_RATIO = 20.0
-"""The axis of times is logarithmic where the longest is more than so many times the shortest."""
+"""The axis of times is logarithmic if the longest time is more than this many times the shortest."""
 
 _CAPTION_WIDTH = 190
-"""Characters of small print that fit the picture."""
+"""The number of characters of small print that fit into a line of the picture."""
 
 _GAP = 0.055
 """Half the minimum distance of two labels, as a share of the panel's height."""
@@ -91,8 +91,8 @@ def _panel(axes: Axes, title: str, label: str, values: list[int], words: Callabl
     """Prepares a panel.
 
     Args:
-        label: of the horizontal axis, which is logarithmic.
-        values: where it has ticks, each labelled with its `words`.
+        label: that of the horizontal axis, which is logarithmic.
+        values: the places of its ticks. Each is labelled with its `words`.
     """
     axes.set_title(title, loc="left", fontsize=12, pad=10)
     axes.set_xlabel(label)
@@ -108,7 +108,8 @@ def _panel(axes: Axes, title: str, label: str, values: list[int], words: Callabl
 def _context_panel(axes: Axes, title: str, document: dict[str, Any], room: float) -> None:
     """A panel over contexts.
 
-    Args: `room` is left at its right for labels, as a share of its length.
+    Args:
+        room: the space for labels at its right, as a share of its length.
     """
     contexts = [at["context"] for at in document["contexts"]]
     _panel(axes, title, "context, tokens", contexts, thousands)
@@ -117,9 +118,10 @@ def _context_panel(axes: Axes, title: str, document: dict[str, Any], room: float
 
 
 def _line(axes: Axes, x: list[int], spreads: list[dict[str, float]], tiers: int, **style: Any) -> None:
-    """A line through medians, with bars from the minimum to the maximum where they differ.
+    """A line through medians, with bars from the minimum to the maximum if these differ.
 
-    Args: `spreads` have `median`, `min` and `max`, one for each of `x`.
+    Args:
+        spreads: for each of `x`, the `median`, `min` and `max`.
     """
     y = [one["median"] for one in spreads]
     error = [[one["median"] - one["min"] for one in spreads], [one["max"] - one["median"] for one in spreads]]
@@ -207,11 +209,11 @@ def _draw_acceptance(axes: Axes, document: dict[str, Any]) -> None:
 
 
 def _label(axes: Axes, x: float, labels: list[tuple[float, str, str]]) -> None:
-    """Labels lines at their ends; labels that would overlap are moved apart.
+    """Labels lines at their ends. Labels that would overlap are moved apart.
 
     Args:
-        x: of the ends.
-        labels: of each line, the y of its end, the label and its colour.
+        x: the x of the ends.
+        labels: for each line, the y of its end, the label and its colour.
     """
     to_share = axes.transData + axes.transAxes.inverted()
     placed: list[float] = []

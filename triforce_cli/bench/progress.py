@@ -30,20 +30,21 @@ class Forecast:
         self._runs: dict[tuple[int, int, int | None], list[float]] = {}
 
     def note(self, step: Step, decode_s: float, prefill_s: float) -> None:
-        """Takes the times of a run that was done, in seconds."""
+        """Adds the times of a finished run, in seconds."""
         if step.repeat == 0:
             self._prefill = step.context, prefill_s
         self._runs.setdefault((step.context, step.tiers, step.sequences), []).append(decode_s)
 
     def prefill_s(self, context: int) -> float | None:
-        """Time to read a prompt of so many tokens; `None` before one was read."""
+        """The estimated seconds for the prefill of `context` tokens; `None` before the first prefill is done."""
         if self._prefill is None:
             return None
         known, seconds = self._prefill
         return seconds * (context / known) ** PREFILL_POWER
 
     def run_s(self, step: Step) -> float | None:
-        """Time of an answer: as measured at this context, else as at another one, in proportion to the context."""
+        """The estimated seconds for an answer: the measured time at this context, otherwise that at another context, in
+        proportion to the context."""
         here = self._runs.get((step.context, step.tiers, step.sequences))
         if here:
             return fmean(here)
@@ -54,8 +55,8 @@ class Forecast:
         return fmean(self._runs[nearest]) * max(1.0, step.context / nearest[0])
 
     def left_s(self, done: int, prefill_left: float = 1.0, run_left: float = 1.0) -> float | None:
-        """Time left in step `done` (from 0), of whose prefill and answer these shares are left, and after it; `None` if
-        unknown."""
+        """The estimated seconds left; `None` if unknown. They include the rest of step `done` (from 0), with the given
+        shares of its prefill and its answer, and all later steps."""
         total = 0.0
         for index, step in enumerate(self._order[done:]):
             run_s, prefill_s = self.run_s(step), self.prefill_s(step.context) if step.repeat == 0 else 0.0

@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
 
 def floor_of(at: ContextRuns, head: dict[str, Any]) -> dict[str, Any] | None:
-    """See `derived_floor`. The bytes are those that passes of the first run read, of mixtures of experts the ones that
-    a single row reads; `None` without such a run.
+    """See `derived_floor`. The bytes are those that passes of the first run read; for mixtures of experts, those that a
+    single row reads. `None` without this run.
     """
     run = next((run for run in (*at.runs, at.warm_up) if run.passes["verify"]), None)
     if run is None:
@@ -42,13 +42,14 @@ def floor_of(at: ContextRuns, head: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def derived_floor(read_bytes: int, streamed_bytes: int, disk_bytes: int, head: dict[str, Any]) -> dict[str, Any] | None:
-    """The least time of one pass over the full cache. On a CPU all ranks share one memory; each GPU has its own. All
-    share a disk; where its bandwidth was not measured and something is read from it, there is no floor.
+    """The floor: a lower bound for the time of one pass over the full cache. On a CPU, all ranks share one memory; each
+    GPU has its own. All ranks share a disk. There is no floor if something is read from a disk whose bandwidth was not
+    measured.
 
     Args:
         read_bytes: weights, keys and values, of all ranks.
-        streamed_bytes: of them, what crosses one rank's link.
-        disk_bytes: of them, what one rank reads from a disk.
+        streamed_bytes: the part of them that crosses the link of one rank.
+        disk_bytes: the part of them that one rank reads from a disk.
         head: see `as_document`.
     """
     machine, measured = head["machine"], head["measured_bandwidth"]
@@ -71,10 +72,10 @@ def derived_floor(read_bytes: int, streamed_bytes: int, disk_bytes: int, head: d
 def head_of_document(
     options: RunOptions, command: str, target: Decoder, drafts: bool, bandwidth: dict[str, float | None]
 ) -> dict[str, Any]:
-    """What is known before anything is measured: the model, the machine and its bandwidths.
+    """The part of the JSON that is known before the measurement: the model, the machine and its bandwidths.
 
     Args:
-        command: as it was typed.
+        command: the command as it was typed.
         drafts: whether there is a draft.
         bandwidth: see `machine_bandwidth`.
     """
@@ -96,10 +97,11 @@ def head_of_document(
 
 
 def as_document(head: dict[str, Any], results: list[ContextRuns], interrupted: bool) -> dict[str, Any]:
-    """The JSON; docs/bench.md says what its keys mean. Times are in the unit that a key ends with, the rest in bytes
-    and tokens.
+    """The JSON; docs/bench.md documents its keys. Times are in the unit with which the key ends; other numbers are
+    bytes and tokens.
 
-    Args: `head` has everything but the measurements.
+    Args:
+        head: everything except the measurements.
     """
     return head | {"interrupted": interrupted, "shape": None, "contexts": [_context(at, head) for at in results]}
 
@@ -118,9 +120,10 @@ def _context(at: ContextRuns, head: dict[str, Any]) -> dict[str, Any]:
 
 
 def _kind(runs: list[Run], plain: list[Run], greedy: bool) -> dict[str, Any]:
-    """Runs of one number of sequences and tiers.
+    """The JSON for the runs with one number of sequences and tiers.
 
-    Args: `plain` are those of as many sequences with one tier, to compare with.
+    Args:
+        plain: the runs with the same number of sequences and one tier, for comparison.
     """
     times = [run.tbt_ms for run in runs]
     accepted = [run.stats["acceptance"] for run in runs]
@@ -147,7 +150,7 @@ _OF_A_RUN = (
     *("new_tokens", "seed", "tbt_ms", "tokens_per_s", "rounds", "acceptance", "settings", "time_s", "link", "kv_read"),
     *("memory", "warnings"),
 )
-"""Keys that are kept of the JSON of `triforce generate`."""
+"""The keys that are kept from the JSON of `triforce generate`."""
 
 
 def report(console: Console, document: dict[str, Any]) -> None:
@@ -160,15 +163,15 @@ def report(console: Console, document: dict[str, Any]) -> None:
 
 
 def _rows(document: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """The `tiers` of a document, each with its context (`at`), and whether it is the first one there (`first`), which
-    shows what all of them share."""
+    """The `tiers` of a document, each with its context (`at`), and whether it is the first of the context (`first`),
+    which shows the data that all of them share."""
     for at in document["contexts"]:
         for row in at["tiers"]:
             yield {**row, "at": at, "first": row is at["tiers"][0]}
 
 
 def _gain(row: dict[str, Any]) -> str:
-    """Tokens per second ÷ those of one sequence with as many tiers."""
+    """Tokens per second ÷ those of one sequence with the same number of tiers."""
     kind = 1, row["tiers"]
     one = next((other for other in row["at"]["tiers"] if (other["sequences"], other["tiers"]) == kind), None)
     if one is None or row["sequences"] == 1:
@@ -181,7 +184,7 @@ def _range(row: dict[str, Any]) -> str:
 
 
 def _accepted(row: dict[str, Any]) -> str:
-    """Of the small model's tokens, and of the retrieval cache's."""
+    """The acceptance of the small model's tokens, and of the retrieval cache's."""
     shares = (row["acceptance"][name] for name in ("draft_per_token", "retrieval_per_token"))
     return " ".join(f"{share:.2f}" for share in shares if share is not None) or "-"
 
@@ -197,7 +200,7 @@ _BATCH = (
     Column("tokens/s", lambda row: f"{row['tokens_per_s']['median']:.1f}"),
     Column("gain", _gain),
 )
-"""Where several sequences are decoded together."""
+"""Additional columns if several sequences are decoded together."""
 _TIERS = (
     Column("tiers", lambda row: str(row["tiers"])),
     Column("TBT, ms", lambda row: f"{row['tbt_ms']['median']:.1f}"),
@@ -221,13 +224,13 @@ def conditions(document: dict[str, Any]) -> str:
 
 
 def bandwidths(document: dict[str, Any], digits: int) -> str:
-    """The measured bandwidths, with so many digits after the point."""
+    """The measured bandwidths, with `digits` digits after the point."""
     found = ((name, document["measured_bandwidth"].get(f"{name}_gb_per_s")) for name in ("memory", "link", "disk"))
     return ", ".join(f"{name} {speed:.{digits}f} GB/s" for name, speed in found if speed)
 
 
 def notes(document: dict[str, Any]) -> list[str]:
-    """What the figures mean, and remarks on these ones."""
+    """Explanations of the figures, and remarks on the figures of this document."""
     measured = bandwidths(document, 1)
     lines = [
         "TBT: decoding time ÷ the tokens after the first. accepted: accepted ÷ tested draft tokens, of the small model "
@@ -271,7 +274,7 @@ def _prompt_notes(prompt: dict[str, Any]) -> list[str]:
 
 
 def _shape_notes(document: dict[str, Any]) -> list[str]:
-    """Which times of a shape are measured, and what the others are derived from."""
+    """Notes on a shape: which times are measured, and from what the others are derived."""
     assumed = document["shape"]["assumed_acceptance"]
     small = f", and {assumed['draft']:.3g} for those of the small model" if document["draft"] else ""
     lines = [

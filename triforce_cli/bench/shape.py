@@ -1,5 +1,5 @@
-"""The JSON of `triforce bench --shape`: steps of a shape, as measured, and times that are derived from them and from an
-assumed acceptance."""
+"""The JSON of `triforce bench --shape`: measured steps of a shape, and times that are derived from these steps and from
+an assumed acceptance."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def shape_document(steps: ShapeSteps, assumed: Assumptions) -> dict[str, Any]:
 def context_document(
     times: StepTimes, tiers: tuple[int, ...], assumed: Assumptions, head: dict[str, Any]
 ) -> dict[str, Any]:
-    """What was measured and derived at one context.
+    """The measured and the derived times at one context.
 
     Args:
         tiers: numbers of tiers, ascending.
@@ -48,7 +48,8 @@ def context_document(
 
 
 def _tiers(count: int, times: StepTimes, assumed: Assumptions) -> dict[str, Any]:
-    """One tier's time between tokens is a step's, as measured; more tiers' is modelled."""
+    """The times for a number of tiers. With one tier, the time between tokens is the measured time of a step; with more
+    tiers, it is modelled."""
     plain = median(times.plain)
     accepted: dict[str, float | None] = dict.fromkeys(("draft_per_token", "retrieval_per_token", "tokens_per_round"))
     if count == 1:

@@ -1,6 +1,6 @@
-"""An answer on stdout while it is written: its text, or on a terminal its parts.
+"""Shows an answer on stdout while it is written: its text or, on a terminal, its parts.
 
-It only shows. What the conversation keeps, and the JSON, do not depend on how an answer is shown.
+The conversation and the JSON do not depend on how an answer is shown.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from ..terminal.output import TextOutput
 
 
 class AnswerOutput:
-    """One answer.
+    """Shows one answer.
 
-    A file or a pipe gets the text as the model wrote it. On a terminal reasoning is dimmed, without the marks around
-    it, and each call is a line of its own.
+    A file or a pipe gets the text as the model wrote it. On a terminal, reasoning is dimmed, without the marks around
+    it, and each call is a separate line.
     """
 
     def __init__(self, task: Task, syntax: AnswerSyntax, tokenizer: Tokenizer, eos_ids: Collection[int]) -> None:
         """Args:
-        task: what writes it.
-        syntax: how it is to be read.
-        eos_ids: tokens that end it.
+        task: the engine's task that writes the answer.
+        syntax: how the parts of the answer are found.
+        eos_ids: the tokens that end the answer.
         """
         self._output = TextOutput(deferred=False)
         self._task, self._last = task, Part("content", "")
@@ -35,7 +35,7 @@ class AnswerOutput:
         self._parts = AnswerParts(syntax)
 
     def write(self, piece: str) -> None:
-        """Shows what a round has brought. Args: `piece` is the text of it.
+        """Shows the text that a round has added.
 
         Raises:
             Stop: nobody reads stdout any more, or it cannot be written.
@@ -46,7 +46,7 @@ class AnswerOutput:
             self._show(self._parts.add(self._text.update(self._task.sequence.statistics.token_ids)))
 
     def finish(self, piece: str, end: str) -> None:
-        """Shows the rest, and `end` behind it; `Stop` as for `write`."""
+        """Shows the rest, and `end` after it. Raises `Stop` as `write` does."""
         self.write(piece)
         if self._in_parts:
             self._show([*self._parts.add(self._text.finish()), *self._parts.finish()])

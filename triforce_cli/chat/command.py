@@ -1,4 +1,4 @@
-"""`triforce chat`: everything that can be checked before PyTorch is imported."""
+"""`triforce chat`: the checks that are possible before PyTorch is imported."""
 
 from __future__ import annotations
 
@@ -51,8 +51,10 @@ def chat(options: ChatOptions, call: Call) -> None:
 
 
 def _check_options(options: ChatOptions) -> None:
-    """Raises:
-    UsageError: options that exclude each other, or an impossible name.
+    """Checks the options.
+
+    Raises:
+        UsageError: options exclude each other, or a name is not allowed.
     """
     if options.context is not None:
         from ...offload.contexts.home import user_store

@@ -1,6 +1,6 @@
-"""A conversation as token ids: what a model is given for each question, so that only new tokens have to be read.
+"""A conversation as token ids. It makes the prompt for each question so that only new tokens have a prefill.
 
-It knows neither engine nor screen: whoever runs the model takes a `NextTurn`, and hands the answer back.
+It does not know the engine or the screen. The code that runs the model takes a `NextTurn`, and returns the answer.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from ..session.prompt import Context, Prompt, QuestionForm, encode_behind
 from ..session.text import AnswerText
 
 _ATTEMPTS = 2**20
-"""Further answers to one question come so many seeds after one another."""
+"""The distance between the seeds of two answers to the same question."""
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A text, and the token ids that stand for it."""
+    """A text and its token ids."""
 
     text: str
-    """As it is rendered: what is content is `Tokenizer.as_content`."""
+    """The rendered text; content in it went through `Tokenizer.as_content`."""
     token_ids: list[int]
 
 
@@ -39,11 +39,11 @@ class Turn:
 
     question: str
     answer: str
-    """As it is shown."""
+    """The answer as it is shown."""
     text: str
-    """As it stands in the conversation: with the white space around it."""
+    """The answer as it is in the conversation, with white space around it."""
     attempt: int
-    """How many answers to the question there were before this one."""
+    """The number of earlier answers to the question."""
     stats: dict[str, Any]
     """The run's statistics."""
 
@@ -51,16 +51,16 @@ class Turn:
 @dataclass(frozen=True)
 class _State:
     turns: tuple[Turn, ...]
-    """Those that the model is given: not the dropped ones."""
+    """The turns in the model's prompt, without dropped turns."""
     asked: int
-    """Turns in all."""
+    """The number of all turns."""
     pieces: tuple[Piece, ...]
-    """What the model has read and written, in order."""
+    """All text that the model has read and written, in order."""
 
 
 @dataclass(frozen=True)
 class NextTurn:
-    """A question as the model is given it."""
+    """A question as it is passed to the model."""
 
     question: str
     token_ids: list[int]
@@ -68,18 +68,19 @@ class NextTurn:
     seed: int | None
     attempt: int
     dropped: tuple[Turn, ...]
-    """The oldest turns, which it no longer holds."""
+    """The oldest turns, which are no longer in the prompt."""
     new_tokens: int
-    """Tokens at the end of the prompt that the conversation did not have at these places."""
+    """The number of tokens at the end of the prompt that were not at these positions in the conversation."""
     rewritten: bool
-    """Whether some of them stand where the conversation had others: the form rewrites what was said before."""
+    """Whether some of these tokens replace others of the conversation, because the chat template changes earlier
+    turns."""
     state: _State
-    """What it goes on from; without the dropped turns."""
+    """The state that it continues, without the dropped turns."""
     pieces: tuple[Piece, ...]
 
 
 class Conversation:
-    """Questions and answers, and the tokens that stand for them."""
+    """Questions and answers, and their tokens."""
 
     def __init__(
         self,
@@ -93,11 +94,11 @@ class Conversation:
         trim: bool = False,
     ) -> None:
         """Args:
-        positions: of the model.
-        max_new_tokens: of an answer; they must find room behind every question.
+        positions: the maximum number of positions of the model.
+        max_new_tokens: the maximum of tokens of an answer. There must be room for them after every question.
         context: the text that the conversation is about. It is never dropped.
-        seed: what the seeds of all answers follow from; `None`: each is drawn at random.
-        trim: drop the oldest turns where a question would find no room.
+        seed: the seeds of all answers are derived from it; `None`: each is drawn at random.
+        trim: whether the oldest turns are dropped if there is no room for a question.
         """
         self._form, self.tokenizer = form, tokenizer
         self.positions, self.max_new_tokens, self.trim = positions, max_new_tokens, trim
@@ -109,60 +110,62 @@ class Conversation:
 
     @property
     def turns(self) -> tuple[Turn, ...]:
-        """Those that the model is given with the next question."""
+        """The turns that are in the prompt of the next question."""
         return self._state.turns
 
     @property
     def history(self) -> list[Turn]:
-        """All turns, those that were dropped too."""
+        """All turns, including the dropped turns."""
         return [state.turns[-1] for state in self._states[1:]]
 
     @property
     def token_ids(self) -> list[int]:
-        """All that the model has read and written, up to the last answer's end."""
+        """All tokens that the model has read and written, up to the end of the last answer."""
         return _joined(self._state.pieces)
 
     @property
     def frame(self) -> Frame:
-        """Of a saved context with these tokens."""
+        """The frame of a saved context with these tokens."""
         return self._form.answered_frame
 
     def ask(self, question: str, drop: int = 0) -> NextTurn:
-        """A new question.
+        """Prepares a new question.
 
-        Args: `drop` is how many of the oldest turns to drop at least.
+        Args:
+            question: its text.
+            drop: the minimum number of the oldest turns to drop.
 
         Raises:
-            CapacityError: it finds no room in the model's positions.
+            CapacityError: the model does not have enough positions for it.
         """
         return self._next(self._state, question, 0, drop)
 
     def retry(self, drop: int = 0) -> NextTurn:
-        """The last question again, with a new seed; its answer takes the place of the last one.
+        """Prepares the last question again, with a new seed. Its answer replaces the last answer.
 
         Raises:
-            UsageError: there is none.
+            UsageError: there is no question.
             CapacityError: as for `ask`.
         """
         last = self._last()
         return self._next(self._states[-2], last.question, last.attempt + 1, drop)
 
     def undo(self) -> Turn:
-        """Takes the last turn back, so that all is as before it.
+        """Removes the last turn, and restores the state before it.
 
         Raises:
-            UsageError: there is none.
+            UsageError: there is no turn.
         """
         last = self._last()
         self._states.pop()
         return last
 
     def prompt(self, asked: NextTurn) -> Prompt:
-        """What the engine is to answer."""
+        """The prompt for the engine."""
         return Prompt(asked.token_ids, True, self._form.stops)
 
     def syntax(self, asked: NextTurn) -> AnswerSyntax:
-        """How the answer is to be read where it is shown. What is kept of it is its text as it was generated."""
+        """How the parts of the answer are found for showing it. The conversation keeps the generated text."""
         if self._form.template is None:
             return PLAIN
         form = CallForm.of(self.tokenizer)
@@ -170,7 +173,7 @@ class Conversation:
         return syntax_of(asked.token_ids, self.tokenizer, form if form and form.opens else None)
 
     def add(self, asked: NextTurn, reply: AnswerText, stats: dict[str, Any]) -> Turn:
-        """Takes a question and its finished answer into the conversation."""
+        """Adds a question and its finished answer to the conversation."""
         turn = Turn(asked.question, reply.text, reply.whole_text, asked.attempt, stats)
         if asked.attempt:
             self._states.pop()
@@ -213,7 +216,8 @@ class Conversation:
         )
 
     def _pieces(self, state: _State, turns: Sequence[Turn], question: str) -> tuple[Piece, ...]:
-        """The prompt: the pieces that are known, as far as its text begins with theirs, and the rest as one."""
+        """The pieces of the prompt: known pieces, as far as the text of the prompt begins with theirs, and the rest as
+        one piece."""
         text = self._form.render([(turn.question, turn.text) for turn in turns], question)
         kept: list[Piece] = []
         at = 0
@@ -227,7 +231,7 @@ class Conversation:
         return (*kept, Piece(rest, token_ids))
 
     def _seed_of(self, turn: int, attempt: int) -> int | None:
-        """The seed of an answer: the conversation's own for the first one."""
+        """The seed of an answer. The first answer has the seed of the conversation."""
         number = turn + attempt * _ATTEMPTS
         return key_of(self._seed, number) % 2**53 if self._seed is not None and number else self._seed
 
@@ -249,6 +253,6 @@ def _joined(pieces: Sequence[Piece]) -> list[int]:
 
 
 def _common(one: list[int], other: list[int]) -> int:
-    """How many leading tokens are the same."""
+    """The number of equal tokens at the beginning of both lists."""
     pairs = enumerate(zip(one, other, strict=False))
     return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))

@@ -12,7 +12,7 @@ from ..parameters import FILE, TEXT
 
 @dataclass(frozen=True, kw_only=True)
 class ChatOptions(RunOptions):
-    """What `triforce chat` is asked for."""
+    """The options of `triforce chat`."""
 
     prompt_file: Annotated[Path | None, option(PROMPT, FILE, "A text file to talk about. Default: none.")] = None
     context: Annotated[str | None, CONTEXT] = None

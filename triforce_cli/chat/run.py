@@ -1,4 +1,4 @@
-"""One run of `triforce chat`: what is needed for a conversation, the conversation itself, and its JSON."""
+"""One run of `triforce chat`: prepares a conversation, runs it, and writes its JSON."""
 
 from __future__ import annotations
 
@@ -31,12 +31,15 @@ def run(
     json_file: JsonFile,
     signals: Signals,
 ) -> None:
-    """Talks until there are no more questions. `directories` are the target's and the draft's.
+    """Runs a conversation until there are no more questions.
+
+    Args:
+        directories: those of the target and the draft.
 
     Raises:
         TriforceError: the conversation cannot begin, or ranks were lost.
-        Stop: it was interrupted outside an answer on a terminal; its JSON is written.
-        typer.Exit: without a terminal: not every question was answered.
+        Stop: the conversation was interrupted, but not in an answer on a terminal; its JSON is written.
+        typer.Exit: there is no terminal, and not every question was answered.
     """
     console = stderr_console()
     config, tokenizer = open_pair(directories, options.template_args, options.settings.rope_scaling)
@@ -78,11 +81,11 @@ def run(
 
 
 def _context(options: ChatOptions, text: Source | None, tokenizer: Tokenizer, config: ModelConfig) -> Context | None:
-    """What the conversation is about.
+    """The text that the conversation is about; `None` if there is none.
 
     Raises:
         ContextError: the saved context cannot be used.
-        UsageError: no token, or a system message that has no place.
+        UsageError: the text has no token, or there is no place for the system message.
     """
     if options.context is not None:
         return Context.saved(options.context, tokenizer, config)
@@ -92,7 +95,7 @@ def _context(options: ChatOptions, text: Source | None, tokenizer: Tokenizer, co
 
 
 def _introduce(engine: Engine, options: ChatOptions, context: Context | None, plain: bool, has_template: bool) -> None:
-    """What talks here, on stderr."""
+    """Prints the model and its settings on stderr."""
     about = f"; about {context.name}, {len(context.token_ids):,} tokens" if context else ""
     print_note(engine_in_words(engine, options.model) + about)
     if plain:

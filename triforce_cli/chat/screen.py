@@ -1,4 +1,4 @@
-"""Questions typed at a terminal: several lines, history, completion, and a status line below."""
+"""Reads questions from a terminal, with several lines, history, completion, and a status line below."""
 
 from __future__ import annotations
 
@@ -22,16 +22,18 @@ from ..terminal.stopping import Signals
 from .slash import COMMANDS
 
 _CHECK_S = 0.2
-"""Seconds between looks for a signal while somebody types."""
+"""Seconds between checks for a signal while a user types."""
 
 
 class Screen:
-    """A prompt. What is typed is kept in memory only."""
+    """The prompt for questions. The history is only kept in memory."""
 
     interactive = True
 
     def __init__(self, signals: Signals, contexts: Callable[[], Iterable[str]]) -> None:
-        """Args: `contexts` gives the names of saved contexts."""
+        """Args:
+        contexts: returns the names of saved contexts.
+        """
         self._signals = signals
         self._session: PromptSession[str] = PromptSession(
             [("class:prompt", "> ")],
@@ -46,7 +48,7 @@ class Screen:
         )
 
     def next(self, status: str) -> str | None:
-        """What is typed, with `status` shown below; `None` at Ctrl-D. Ctrl-C clears the line.
+        """Reads a question, with `status` shown below; `None` at Ctrl-D. Ctrl-C clears the line.
 
         Raises:
             Stop: a signal came.
@@ -69,7 +71,7 @@ class Screen:
             signal.set_wakeup_fd(wakeup)
 
     async def _watch(self) -> None:
-        """Ends the prompt when a signal came; its handler must not interrupt the loop."""
+        """Ends the prompt after a signal came, because the signal's handler must not interrupt the loop."""
         while not self._signals.pending():
             await asyncio.sleep(_CHECK_S)
         with suppress(Exception):  # it has ended by itself
@@ -78,7 +80,7 @@ class Screen:
 
 @contextmanager
 def while_answering() -> Iterator[None]:
-    """Within this block the terminal does not show what is typed, which would be in the middle of an answer."""
+    """Within this context, the terminal does not show typed letters, which would appear in the middle of an answer."""
     descriptor = sys.stdin.fileno()
     before = termios.tcgetattr(descriptor)
     wanted = list(before)

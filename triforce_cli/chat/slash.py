@@ -1,4 +1,4 @@
-"""The commands that may stand in place of a question."""
+"""The commands that a user may type in place of a question."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ class Command(NamedTuple):
     """A command, without its name."""
 
     what: str
-    """What it does, for `/help`."""
+    """A description of what it does, for `/help`."""
     argument: bool = False
-    """Whether something must follow it: the name of a context."""
+    """Whether an argument must follow it: the name of a context."""
 
 
 COMMANDS = {
@@ -27,7 +27,7 @@ COMMANDS = {
     "stats": Command("statistics of the last answer"),
     "quit": Command("leaves, as Ctrl-D does"),
 }
-"""By name. What each does is the method `command_NAME` of `Talk`, but for `quit`, which ends it."""
+"""The commands by name. The method `command_NAME` of `Talk` executes a command, except `quit`, which ends it."""
 
 KEYS = (
     "Alt-Enter, or a backslash at a line's end, begins a new line; Ctrl-C ends an answer and keeps it, or clears what "
@@ -36,7 +36,7 @@ KEYS = (
 
 
 def parse(line: str) -> tuple[str, str] | None:
-    """The command in a line and what follows it; `None` where the line is a question, as one that begins with a path
-    is."""
+    """The command in a line, and its argument; `None` if the line is a question. A line that begins with a path is a
+    question."""
     found = re.fullmatch(r"/([a-z]+)(?:\s+(.*))?", line.strip())
     return (found[1], (found[2] or "").strip()) if found else None

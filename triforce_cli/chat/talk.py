@@ -1,4 +1,4 @@
-"""A conversation under way: where questions are from, what answers them, and the commands between them."""
+"""Runs a conversation: reads questions, has the engine answer them, and executes the commands between them."""
 
 from __future__ import annotations
 
@@ -37,15 +37,15 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 _LONG = 512
-"""New tokens of a prompt from which on a bar shows how they are read."""
+"""From this number of new tokens of a prompt on, a bar shows the progress of the prefill."""
 
 
 class Questions(Protocol):
-    """Where questions are from."""
+    """A source of questions."""
 
     @property
     def interactive(self) -> bool:
-        """Whether somebody types them."""
+        """Whether a user types them."""
         ...
 
     def next(self, status: str) -> str | None: ...
@@ -64,7 +64,7 @@ class Lines:
         """The next line; `None` at the end.
 
         Raises:
-            TriforceError: it is not UTF-8.
+            TriforceError: the line is not UTF-8.
             Stop: a signal came.
         """
         with self._signals.interruptible():
@@ -77,7 +77,7 @@ class Lines:
 
 
 class Talk:
-    """Questions that are answered and commands that are obeyed, one after the other, on rank 0."""
+    """Answers questions and executes commands, one after the other, on rank 0."""
 
     def __init__(
         self,
@@ -100,14 +100,14 @@ class Talk:
         self._warned: set[str] = set()
         self._session: Session | None = None  # of what the engine did last
         self.failed = False
-        """Whether a question could not be answered, or a command not be obeyed."""
+        """Whether a question could not be answered, or a command could not be executed."""
 
     def until_the_end(self) -> None:
-        """Until the questions end.
+        """Runs until there are no more questions.
 
         Raises:
             TriforceError: ranks were lost.
-            Stop: a signal ends it, or nobody reads the answers any more.
+            Stop: a signal ends the conversation, or nobody reads the answers any more.
         """
         if self._questions.interactive:
             print_note("/help lists commands and keys; Ctrl-D leaves")
@@ -124,7 +124,7 @@ class Talk:
                 self.failed = True
 
     def _obey(self, line: str) -> bool:
-        """Answers or does what a line says; returns whether to go on."""
+        """Answers the question, or executes the command, in a line. Returns whether to continue."""
         command = parse(line)
         if command is None:
             if line:
@@ -181,11 +181,13 @@ class Talk:
         self._raise_unless_ctrl_c(stop)
 
     def _answer(self, make: Callable[[int], NextTurn]) -> None:
-        """Answers a question; `make(drop)` gives it, without at least so many of the oldest turns. Where memory is
-        short and turns may be dropped, the oldest are.
+        """Answers a question. If memory is short and turns may be dropped, the oldest are dropped.
+
+        Args:
+            make: `make(drop)` returns the question, without at least `drop` of the oldest turns.
 
         Raises:
-            CapacityError: there is not enough room for it.
+            CapacityError: there is not enough room for the question.
             Stop: see `until_the_end`.
         """
         conversation, options = self._conversation, self._options
@@ -213,11 +215,14 @@ class Talk:
     def _do(
         self, task: Task, new_tokens: int, asked: NextTurn | None = None, output: AnswerOutput | None = None
     ) -> Stop | None:
-        """Has the engine do a task, of whose prompt so many tokens are new; what broke it off, if anything did.
+        """Lets the engine do a task. Returns the `Stop` that interrupted it, if there was one.
+
+        Args:
+            new_tokens: how many tokens of its prompt are new.
 
         Raises:
-            TriforceError: it cannot be done.
-            Stop: another signal broke it off within a round, where other ranks still are.
+            TriforceError: the task cannot be done.
+            Stop: another signal interrupted it inside a round, in which other ranks still are.
         """
         session = self._session = Session(
             self._engine, self._conversation.tokenizer, in_slices=False, interrupted=self._signals.pending
@@ -254,7 +259,7 @@ class Talk:
         return AnswerOutput(task, conversation.syntax(asked), conversation.tokenizer, eos_ids)
 
     def _report(self, asked: NextTurn, sequence: BatchSequence) -> None:
-        """What a run does that may surprise."""
+        """Reports what may surprise a user about a run."""
         if not self._conversation.turns:
             report_context(sequence)
         for turn in asked.dropped:
@@ -264,7 +269,8 @@ class Talk:
             print_note(f"{why}: {asked.new_tokens:,} tokens are prefilled again")
 
     def _write_rest(self, task: Task, output: AnswerOutput | None) -> Stop | None:
-        """Writes what was held back of an answer; what stopped that, if anything."""
+        """Writes the text of an answer that was held back. Returns the `Stop` that interrupted this, if there was
+        one."""
         rest = task.finish_text()
         if output is None:
             return None
@@ -275,7 +281,7 @@ class Talk:
         return None
 
     def _keep(self, asked: NextTurn, task: Task) -> None:
-        """Takes the answer into the conversation, if there is any of it."""
+        """Adds the answer to the conversation, unless it is empty."""
         if not task.begun or task.sequence is None or self._session is None:
             print_note("nothing was written; the conversation is as it was before")
             return
@@ -284,7 +290,7 @@ class Talk:
         self._conversation.add(asked, task.text, with_text(stats, task.text.text))
 
     def _warn(self, warnings: Sequence[str]) -> None:
-        """Says each warning once."""
+        """Prints each warning once."""
         for warning in warnings:
             if warning not in self._warned:
                 print_note(f"warning: {warning}")
@@ -292,7 +298,7 @@ class Talk:
 
     @contextmanager
     def _with_progress(self, new_tokens: int) -> Iterator[StartProgress]:
-        """Hides what is typed meanwhile and, where so many new tokens are long to read, shows how they are read."""
+        """Hides typed letters in this context. If the prefill of the new tokens takes long, shows its progress."""
         progress = start_progress(self._console, new_tokens) if new_tokens >= _LONG else nullcontext(NO_PROGRESS)
         keys: Any = nullcontext()
         if self._questions.interactive:
@@ -303,13 +309,13 @@ class Talk:
             yield shown
 
     def _raise_unless_ctrl_c(self, stop: Stop) -> None:
-        """Raises what ends more than an answer: all but Ctrl-C at a terminal, which is forgotten."""
+        """Raises a `Stop` that ends the conversation. Ctrl-C at a terminal only ends an answer, and is forgotten."""
         if not self._questions.interactive or stop.exit_code != 128 + signal.SIGINT:
             raise stop
         self._signals.forget_stop()
 
     def _forget_interrupt(self) -> None:
-        """Ctrl-C between answers means nothing at a terminal; any other signal ends the conversation."""
+        """Forgets a Ctrl-C between answers at a terminal. Any other signal ends the conversation."""
         stop = self._signals.forget_stop()
         if stop:
             self._raise_unless_ctrl_c(stop)

@@ -1,4 +1,4 @@
-"""`triforce compare`: its options, what is refused before PyTorch is imported, and the measurement to its results."""
+"""`triforce compare`: its options, the checks before PyTorch is imported, and the measurement up to its results."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ EPILOG = """[bold]Examples[/]
 
 
 DEFAULT_BASELINES = ("autoregressive", "transformers")
-"""Those that are always installed."""
+"""The baselines that are always installed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,10 +149,10 @@ def compare(options: CompareOptions, call: Call) -> None:
 
 
 def _baselines(options: CompareOptions) -> list[Entry]:
-    """Those that were chosen, each once.
+    """The chosen baselines, without duplicates.
 
     Raises:
-        UsageError: there is no baseline of a name.
+        UsageError: there is no baseline with one of the names.
     """
     names = dict.fromkeys(options.baseline or DEFAULT_BASELINES)
     for name in names:
@@ -162,8 +162,10 @@ def _baselines(options: CompareOptions) -> list[Entry]:
 
 
 def _check_batch(options: CompareOptions, chosen: list[Entry]) -> None:
-    """Raises:
-    UsageError: what has no meaning with `--batch`, or none without it.
+    """Checks the options for several sequences.
+
+    Raises:
+        UsageError: an option or a baseline has no meaning with `--batch`, or without it.
     """
     if options.batch is None:
         for entry in chosen:
@@ -185,8 +187,8 @@ def _measure(
     """Measures all systems and writes the results.
 
     Raises:
-        TriforceError: what is asked for cannot be done, or nothing could be compared; the table is out then.
-        Stop: it was interrupted; what was measured is out.
+        TriforceError: the comparison is not possible, or nothing could be compared; then the table is written.
+        Stop: this was interrupted; the measurements so far are written.
     """
     from .comparison import Comparison, Row, compare
     from .report import as_document, report
@@ -216,10 +218,10 @@ def _measure(
 
 
 def _job(options: CompareOptions, subject: Subject, folder: str) -> Job:
-    """What every system is asked to do.
+    """The job for every system.
 
     Raises:
-        TriforceError: it cannot be done.
+        TriforceError: the job is not possible.
     """
     import torch
 
@@ -260,7 +262,7 @@ def _token_ids(options: CompareOptions, subject: Subject) -> list[int]:
     """The prompt, or the first tokens of it that `--prompt-tokens` chooses.
 
     Raises:
-        TriforceError: it does not fit, or is too short.
+        TriforceError: the prompt does not fit, or is too short.
     """
     from ...offload.checks import check_context
     from ..session.prompt import build_prompt, long_prompt
@@ -279,7 +281,8 @@ def _token_ids(options: CompareOptions, subject: Subject) -> list[int]:
 
 
 def _report_run(row: Row, debug: bool) -> None:
-    """Prints a line about the run of a system that has just ended, with `debug` also what a failed one printed."""
+    """Prints a line about the run of a system that has just ended. With `debug`, also prints the output of a failed
+    run."""
     if row.failure:
         print_note(f"{row.entry.name}: {row.failure}")
         if debug and row.log:

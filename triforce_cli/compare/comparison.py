@@ -17,32 +17,32 @@ from .baselines.protocol import Job, Measurement
 
 @dataclass(frozen=True)
 class Difference:
-    """The first token where a system's answer differs from triforce's. The logits are the target's with its full cache,
-    after the tokens before, which are the same; `None` where they could not be computed."""
+    """The first token at which a system's answer differs from triforce's. The logits are those of the target with its
+    full cache, after the equal tokens before; `None` if they could not be computed."""
 
     index: int
-    """Within the answer, from 0."""
+    """The index of the token in the answer, from 0."""
     token: int
     triforce_token: int
     logit: float | None = None
     triforce_logit: float | None = None
     sequence: int = 0
-    """Which of the sequences that were decoded together, from 0."""
+    """The number of the sequence among those that were decoded together, from 0."""
 
 
 @dataclass(frozen=True)
 class Audit:
-    """Triforce's answer compared with what its target draws token by token, in passes of one row, after the same
+    """Triforce's answer compared with the tokens that its target draws one by one, in passes of one row, after the same
     tokens."""
 
     tokens: int
-    """Of the answer."""
+    """The number of tokens of the answer."""
     agree: int = 0
-    """How many of them are the same."""
+    """The number of equal tokens."""
     first_difference: int | None = None
-    """Within the answer, from 0."""
+    """The index of the first different token in the answer, from 0."""
     failure: str | None = None
-    """Why nothing was drawn again."""
+    """The reason why no tokens were drawn again."""
 
 
 @dataclass
@@ -52,15 +52,15 @@ class Row:
     entry: Entry
     runs: list[Measurement] = field(default_factory=list)
     failure: str | None = None
-    """Why there is no run, or no further one."""
+    """The reason why there is no run, or no further run."""
     log: str = ""
     """The end of what the failed worker printed."""
     differences: list[Difference] = field(default_factory=list)
-    """One of each sequence that differs from triforce's, in the order of sequences."""
+    """A difference for each sequence that differs from triforce's, in the order of sequences."""
 
     @property
     def answers_agree(self) -> bool:
-        """Whether all runs gave the same tokens, as exact ones that are greedy or have a seed must."""
+        """Whether all runs had the same tokens, which is required of exact runs that are greedy or have a seed."""
         return all(run.token_ids == self.runs[0].token_ids for run in self.runs)
 
 
@@ -79,13 +79,13 @@ class Comparison:
 
     @property
     def own_rows(self) -> list[Row]:
-        """Those of this engine, which draw a seed's tokens with the same noise."""
+        """The rows of this engine, which draws the tokens of a seed with the same noise."""
         return [row for row in self.rows if row.entry.module == TRIFORCE.module]
 
     @property
     def error(self) -> str | None:
-        """What is wrong with the results, if anything: an audit that failed, or other tokens than plain decoding where
-        rounding does not explain them."""
+        """The error in the results, if there is one: a failed audit, or tokens that differ from those of plain decoding
+        and that rounding does not explain."""
         if self.audit and self.audit.failure:
             return f"the audit failed: {self.audit.failure}"
         if not self.triforce.runs or not self.triforce.runs[0].details["settings"]["exact"]:
@@ -112,12 +112,12 @@ def compare(
     on_start: Callable[[int, int, str], None],
     on_end: Callable[[Row], None],
 ) -> None:
-    """Runs everything and fills the rows. A system that fails has a row that says why; after an interrupt (`Stop`) the
-    rows have what was measured before.
+    """Runs all systems and fills the rows. The row of a system that fails has the reason. After an interrupt (`Stop`),
+    the rows have the measurements before it.
 
     Args:
         limit_s: seconds that one worker may take, loading and warm-up included.
-        settings: of triforce, as `Engine.load` names them.
+        settings: those of triforce, with the names of `Engine.load`.
         audits: whether triforce's answer is computed again one row at a time.
         on_start: called before each worker with its number, the count of all, and the system's name.
         on_end: called with the row after each.
@@ -142,14 +142,14 @@ def compare(
 
 
 def _unsuitable(entry: Entry, job: Job) -> str | None:
-    """Why a system cannot do this job, if it cannot."""
+    """The reason why a system cannot do this job; `None` if it can."""
     if entry.needs_draft and job.draft is None:
         return "needs a draft: give --draft D"
     return entry.single_sequence_reason if job.sequences > 1 else None
 
 
 def _audit(comparison: Comparison, settings: dict[str, Any], limit_s: float) -> None:
-    """Has the tokens of the first answer drawn again."""
+    """Draws the tokens of the first answer again."""
     answer = comparison.triforce.runs[0].token_ids
     job = replace(comparison.job, system=TRIFORCE.name, options={"answer": answer, "settings": settings})
     try:
@@ -169,7 +169,7 @@ def _measure(row: Row, job: Job, settings: dict[str, Any], limit_s: float) -> No
 
 
 def _run(row: Row, action: str, job: Job, limit_s: float) -> Any:
-    """What a worker returns; `None` where it fails, and the row then has the reason."""
+    """The result of a worker; `None` if it fails, and the row then has the reason."""
     try:
         return run_worker(row.entry.module, action, replace(job, system=row.entry.name), limit_s)
     except WorkerError as error:

@@ -26,9 +26,11 @@ KIND = "triforce compare"
 
 
 def as_document(comparison: Comparison, command: str, interrupted: bool) -> dict[str, Any]:
-    """The JSON: every run as measured, and what the table makes of it. Seconds but for `tbt_ms`, bytes, tokens.
+    """The JSON: every run as measured, and the figures of the table. Times are in seconds, except `tbt_ms`; other
+    numbers are bytes and tokens.
 
-    Args: `command` is as it was typed.
+    Args:
+        command: the command as it was typed.
     """
     job = comparison.job
     device = device_name(torch.device(job.device))
@@ -79,7 +81,7 @@ def _system(row: Row, triforce: Row) -> dict[str, Any]:
 
 
 def _medians(runs: list[Measurement]) -> dict[str, float]:
-    """Medians of runs, in seconds; nothing without a run."""
+    """Medians of runs, in seconds; empty without a run."""
     times = [{"ttft": run.ttft_s, "tbt": run.tbt_s, "total": run.ttft_s + run.decode_s} for run in runs]
     return {name: median(one[name] for one in times) for name in times[0]} if times else {}
 
@@ -132,7 +134,7 @@ def _speedup(one: dict[str, Any]) -> str | None:
 
 
 def _figure(title: str, cell: Callable[[dict[str, Any]], str | None]) -> Column:
-    """A column of a measured figure, or `-` where a system did not run or has none."""
+    """A column of a measured figure; `-` if a system did not run or has no such figure."""
     return Column(title, lambda one: (cell(one) if "runs" in one else None) or "-")
 
 
@@ -182,7 +184,7 @@ def _difference(one: dict[str, Any], triforce: dict[str, Any], batch: int | None
 
 
 def _notes(document: dict[str, Any]) -> list[str]:
-    """The result of the audit, and what explains differences between texts, if there are any."""
+    """Notes on the result of the audit, and on the reasons for differences between texts, if there are any."""
     audit = document["audit"]
     if audit is None:
         return _differences(document)
@@ -194,7 +196,7 @@ def _notes(document: dict[str, Any]) -> list[str]:
 
 
 def _differences(document: dict[str, Any]) -> list[str]:
-    """What explains differences between texts, if there are any."""
+    """The reasons for differences between texts, if there are any."""
     different = [one["name"] for one in document["systems"] if one.get("first_difference")]
     if not different:
         return []

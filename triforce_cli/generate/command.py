@@ -1,4 +1,4 @@
-"""`triforce generate`: everything that can be checked before PyTorch is imported."""
+"""`triforce generate`: the checks that are possible before PyTorch is imported."""
 
 from __future__ import annotations
 
@@ -73,8 +73,10 @@ def generate(options: GenerateOptions, call: Call) -> None:
 
 
 def _check_options(options: GenerateOptions) -> None:
-    """Raises:
-    UsageError: options that exclude each other.
+    """Checks the options.
+
+    Raises:
+        UsageError: options exclude each other.
     """
     files = {"--prompt-file": options.prompt_file, "--asks": options.asks}
     files |= {"--json-schema": options.json_schema, "--grammar": options.grammar}

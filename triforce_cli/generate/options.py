@@ -24,7 +24,7 @@ from ..parameters import FILE, NAME, TEXT, whole
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateOptions(TextOptions):
-    """What `triforce generate` is asked for."""
+    """The options of `triforce generate`."""
 
     ask: Annotated[
         list[str] | None,

@@ -14,11 +14,11 @@ from ..session.source import read_bytes
 from ..terminal.output import in_one_line
 
 MOST_ANSWERS = 1024
-"""Answers of one run; `triforce batch` takes any number, and can go on where it was stopped."""
+"""Maximum number of answers of one run. `triforce batch` takes any number, and can continue after it was stopped."""
 
 
 LOG_QUESTIONS = 3
-"""Of the built-in text, for runs that are given none: a harbour's log."""
+"""The number of questions about the built-in text, a harbour's log, for runs without questions."""
 
 
 @dataclass(frozen=True)
@@ -26,32 +26,33 @@ class WantedAnswer:
     """An answer that is wanted."""
 
     question: str | None
-    """`None` where the text is to be continued."""
+    """`None` if the text is to be continued."""
     number: int
-    """Of the answers to this question: which one, from 0."""
+    """The number of the answer among the answers to this question, from 0."""
     of: int
-    """How many answers to it there are to be."""
+    """The number of answers to this question."""
     entry: str | None = None
-    """What the text says about it, where that is known."""
+    """The entry of the text that answers the question, if it is known."""
     depth: float = 0.0
-    """Where in the text that stands, from 0 to 1."""
+    """The position of the entry in the text, from 0 to 1."""
 
     @property
     def name(self) -> str:
-        """In words, in one line."""
+        """A description in one line."""
         if self.question is None:
             return f"continuation {self.number + 1} of {self.of}"
         return in_one_line(self.question) + (f" (answer {self.number + 1} of {self.of})" if self.of > 1 else "")
 
 
 def wanted_answers(asks: Sequence[str | None], file: Path | None, answers: int) -> list[WantedAnswer]:
-    """All answers that are wanted, in the order asked: at least one.
+    """All wanted answers, in the order of the questions; at least one.
 
-    Args: `answers` to each question.
+    Args:
+        answers: the number of answers to each question.
 
     Raises:
-        UsageError: more than `MOST_ANSWERS` answers.
-        TriforceError: nothing readable in the file, or what is not UTF-8, with the line.
+        UsageError: there are more than `MOST_ANSWERS` answers.
+        TriforceError: the file cannot be read, or a line, which the message names, is not UTF-8.
     """
     questions = list(asks)
     most = MOST_ANSWERS // answers
@@ -101,8 +102,8 @@ def _lines(file: Path) -> list[tuple[int, str]]:
 
 
 def log_questions(text: str, seed: int) -> list[WantedAnswer]:
-    """Questions drawn uniformly from what the log of `seed` tells within `text`, which are its first days, each with
-    the entry that answers it; and last the log's continuation.
+    """Questions drawn uniformly from the facts of `text`, which is the first days of the log of `seed`. Each has the
+    entry that answers it. The last item is the continuation of the log.
     """
     book = LogBook(seed)
     days = book.days()

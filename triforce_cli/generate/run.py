@@ -43,24 +43,24 @@ from .options import GenerateOptions
 from .question_list import WantedAnswer, log_questions
 
 SHOWN_CHARACTERS = 400
-"""Of the end of an answer, at most, in a line of the live display."""
+"""Maximum number of characters of the end of an answer in a line of the live display."""
 
 COMPARED = 16
-"""Tokens of two prompts by which one sees whether they begin with the same text."""
+"""The number of tokens that are compared to find out whether two prompts begin with the same text."""
 
 ROOM_OF_QUESTION = 128
-"""Tokens kept free beside the built-in text, for a question and what a chat template puts around it."""
+"""The number of tokens kept free besides the built-in text, for a question and the text that a chat template adds."""
 
 
 @dataclass(eq=False)
 class Answer:
-    """An answer that is wanted, and what became of it."""
+    """A wanted answer, and its state."""
 
     wanted: WantedAnswer
     task: Task | None
-    """`None` where there is no prompt for it."""
+    """`None` if there is no prompt for it."""
     error: BaseException | None = None
-    """Why it has failed, while others went on."""
+    """The error with which it has failed, while other answers continued."""
     complete: bool = False
     shown: bool = field(default=False, init=False)
     """Whether it has been written to stdout."""
@@ -71,7 +71,7 @@ class Answer:
 
     @property
     def text(self) -> str:
-        """So far."""
+        """The text so far."""
         return self.task.text.text if self.task and self.task.begun else ""
 
     def row(self, max_new_tokens: int) -> AnswerRow:
@@ -91,16 +91,17 @@ def run(
     signals: Signals,
     grammar: Grammar | None = None,
 ) -> None:
-    """Writes all answers: one as it grows, of several each when it and those before it are complete.
+    """Writes all answers. A single answer is written as it grows. Of several answers, each is written when it and those
+    before it are complete.
 
     Args:
         wanted: the answers; `None` for those that belong to the built-in text.
-        directories: the target's and the draft's.
-        grammar: the form that they are to have.
+        directories: those of the target and the draft.
+        grammar: the required form of the answers.
 
     Raises:
-        TriforceError: what is asked for cannot be done; nothing was written.
-        Stop: the run was interrupted, after its text, its statistics and its JSON are out.
+        TriforceError: the run is not possible; nothing was written.
+        Stop: the run was interrupted; its text, its statistics and its JSON are written.
         typer.Exit: one of several answers failed.
     """
     console = stderr_console()
@@ -138,11 +139,11 @@ def _answers(
     tokenizer: Tokenizer,
     config: ModelConfig,
 ) -> list[Answer]:
-    """The answers with their prompts, or the reasons why they have none. The first one finds a saved context, and saves
-    one, for all.
+    """The answers with their prompts, or the errors of those without a prompt. The first answer looks for a saved
+    context, and saves the context, for all.
 
     Raises:
-        TriforceError: none has one.
+        TriforceError: no answer has a prompt.
     """
     asks = [one.question for one in wanted]
     prompts = build_prompts(source, asks, tokenizer, config, options.max_new_tokens, options.truncate)
@@ -169,8 +170,8 @@ def _answers(
 
 
 def _log_answers(options: GenerateOptions, source: Source, tokenizer: Tokenizer, config: ModelConfig) -> list[Answer]:
-    """The answers that belong to the built-in text: to questions about it, and its continuation, unless a chat template
-    puts something before the text, which would then be read twice.
+    """The answers that belong to the built-in text: to questions about it, and its continuation. The continuation is
+    left out if a chat template puts something before the text, because the text would then have two prefills.
     """
     assert source.log_seed is not None
     room = config.max_position_embeddings - options.max_new_tokens - ROOM_OF_QUESTION
@@ -182,10 +183,10 @@ def _log_answers(options: GenerateOptions, source: Source, tokenizer: Tokenizer,
 
 
 class _Answers:
-    """Answers that are being written: what the engine does, and what goes to screen and files."""
+    """Has answers written by the engine, and writes them to the screen and to files."""
 
     others_go_on = True
-    """Whether there are others where one fails."""
+    """Whether other answers continue if one fails."""
 
     def __init__(
         self,
@@ -207,9 +208,11 @@ class _Answers:
         self._read_begun = False
 
     def write(self, tokens: int) -> None:
-        """Runs to the end, or to what ends it; what there is by then is written in any case.
+        """Runs until all answers are complete, or the run is interrupted or fails. In any case, the results so far are
+        written.
 
-        Args: `tokens` are those of the longest prompt.
+        Args:
+            tokens: the number of tokens of the longest prompt.
 
         Raises:
             TriforceError, Stop: see `run`.
@@ -241,15 +244,16 @@ class _Answers:
             raise ended
 
     def output(self, event: Written | Finished | Failed) -> None:
-        """Writes what is new to stdout."""
+        """Writes the new text to stdout."""
         raise NotImplementedError
 
     def finish(self, ended: BaseException | None) -> BaseException | None:
-        """Writes what is left, the JSON and statistics, even if one of them fails; the first error or interrupt."""
+        """Writes the remaining text, the JSON and statistics, even if one of them fails. Returns the first error or
+        interrupt."""
         raise NotImplementedError
 
     def _display(self) -> LiveDisplay:
-        """What shows them while they are written."""
+        """The display that shows the answers while they are written."""
         options, target, single = self.options, self.engine.target, len(self.answers) == 1
         what = f"{len(self.first.prompt.token_ids):,} tokens read" if single else f"{len(self.answers)} answers"
         where = f"{target.device.type} {str(target.dtype).removeprefix('torch.')}"
@@ -285,7 +289,7 @@ class _Answers:
 
 
 class _OneAnswer(_Answers):
-    """One answer, whose text goes out as it grows."""
+    """One answer, whose text is written as it grows."""
 
     others_go_on = False
 
@@ -318,7 +322,7 @@ class _OneAnswer(_Answers):
 
 
 class _SeveralAnswers(_Answers):
-    """Answers that go out in the order asked, each when it is complete."""
+    """Several answers, which are written in the order of the questions, each when it is complete."""
 
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)
@@ -352,7 +356,7 @@ class _SeveralAnswers(_Answers):
         return ended
 
     def _document(self, answer: Answer) -> dict[str, Any]:
-        """Its part of the JSON."""
+        """The part of the JSON for an answer."""
         wanted, task = answer.wanted, answer.task
         asked: dict[str, Any] = {"ask": wanted.question, "number": wanted.number}
         if wanted.entry:
@@ -367,8 +371,8 @@ class _SeveralAnswers(_Answers):
         return {**asked, "finish_reason": task.finish_reason, **with_text(found, task.text.text)}
 
     def _write_complete(self, *, headings: bool = True, whole: bool = True) -> None:
-        """Writes the answers whose turn it is, in the order asked: those that are whole, or as far as they are there.
-        Where there can be no headings, the messages of failed ones wait.
+        """Writes the next answers in the order of the questions: only complete ones, or also incomplete ones if not
+        `whole`. Without headings, the messages of failed answers wait.
 
         Raises:
             Stop: nobody reads stdout any more, or it cannot be written.
@@ -393,6 +397,6 @@ class _SeveralAnswers(_Answers):
 
 
 def _print_entry(wanted: WantedAnswer) -> None:
-    """Says what the text says about a question, where that is known."""
+    """Prints the entry of the text that answers a question, if it is known."""
     if wanted.entry:
         print_note(f"    the log, {wanted.depth:.0%} in, {wanted.entry}")

@@ -1,9 +1,9 @@
 """A harbour's log book, generated from a seed: a text about which answers to questions can be checked.
 
-Ships come from a port with a cargo, lie at a berth, are mended, pay, and sail again days or weeks later; between them
-stand the weather, the people of the harbour and the accounts. The text never repeats itself, and each fact that
-questions are about stands in one sentence, whose words directly after the ship's name belong to this fact alone. The
-log of a seed is the same on every machine. This module knows no models and no tokens; lengths are counted in words.
+Ships come from a port with a cargo, lie at a berth, are mended, pay, and sail again days or weeks later. Between these
+entries are the weather, the people of the harbour and the accounts. The text never repeats itself. Each fact that
+questions are about is in one sentence, in which the words directly after the ship's name belong only to this fact. The
+log of a seed is the same on every machine. This module does not use models or tokens; lengths are counted in words.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ UNKNOWN = "The {ship} is not in the log."
 
 @dataclass(frozen=True)
 class Fact:
-    """One thing the log says about a ship.
+    """A fact about a ship.
 
-    `sentence` stands in the log word for word; `answer` is the part of it that answers `question`, as a sentence. It
-    begins with `given`, the part that follows from the question; the value follows.
+    `sentence` is in the log word for word. `answer` is the part of it that answers `question`, as a sentence. It begins
+    with `given`, the part that follows from the question; then comes the value.
     """
 
     ship: str
@@ -66,7 +66,7 @@ class Day:
 
 @dataclass
 class LogBook:
-    """A log without end, generated day by day from `seed`; questions are about the days that were `written` so far."""
+    """An endless log, generated day by day from `seed`. Questions are about the days that were `written` so far."""
 
     seed: int
     written: list[Day] = field(default_factory=list)
@@ -83,7 +83,7 @@ class LogBook:
         self._busy = rng.uniform(0.45, 0.75)
 
     def days(self) -> Iterator[Day]:
-        """Days as they are written, each kept in `written`."""
+        """Writes days, and yields each day. All days are kept in `written`."""
         while True:
             day = self._day()
             self.written.append(day)
@@ -99,7 +99,7 @@ class LogBook:
 
     @property
     def text(self) -> str:
-        """All that was written: a paragraph a day, with an empty line after each."""
+        """The whole text so far: a paragraph for each day, with an empty line after it."""
         return "".join(day.text + "\n\n" for day in self.written)
 
     @property
@@ -190,6 +190,6 @@ class LogBook:
 
 
 def words_of_logs() -> list[str]:
-    """The names and values that a tokenizer should know as single words, each as it stands after a space."""
+    """The names and values that should be single words for a tokenizer, each as it is after a space."""
     phrases = [*SHIPS, *FIRST_NAMES, *SURNAMES, *PORTS, *GOODS, *UNITS, *KINDS]
     return sorted({word for phrase in phrases for word in phrase.split()})

@@ -1,4 +1,5 @@
-"""`triforce plan`: what would live where and how fast it would be, without the hardware, the weights or a run."""
+"""`triforce plan`: shows where data would be placed and how fast a run would be, without the hardware, the weights or a
+run."""
 
 from __future__ import annotations
 
@@ -57,7 +58,7 @@ class PlanOptions(ModelOptions):
         ),
     ] = EMBEDDED
     shape: Annotated[str | None, typer.Option(hidden=True, rich_help_panel=MACHINE)] = None
-    """The name that `--model` had for presets."""
+    """The older name of `--model` for presets."""
     context: Annotated[
         int | None,
         option(
@@ -147,7 +148,7 @@ class PlanOptions(ModelOptions):
 
     @property
     def acceptance(self) -> tuple[float | None, float | None]:
-        """The assumed acceptance on the retrieval cache, and of the small model."""
+        """The assumed acceptance: on the retrieval cache, and of the small model."""
         large, small = (*(self.assume_acceptance or ()), None, None)[:2]
         return large, self.draft_acceptance[0] if self.draft_acceptance else small
 
@@ -221,8 +222,10 @@ def _run_request(options: PlanOptions, card: Card) -> RunRequest:
 
 
 def _check_measured(options: PlanOptions) -> None:
-    """Raises:
-    UsageError: `--measured` and an option for the hardware that it describes are both given.
+    """Checks that `--measured` is not combined with options that it replaces.
+
+    Raises:
+        UsageError: `--measured` and an option for the hardware that it describes are both given.
     """
     for name, given in (("--gpu", options.gpu), ("--memory-gbps", options.memory_gbps)):
         if given is not None:

@@ -1,4 +1,5 @@
-"""A plan of a run: shapes, layout, estimates, and what does not fit. It knows no options."""
+"""Makes the plan of a run: shapes, layout, estimates, and what does not fit. It does not use the options of the
+command."""
 
 from __future__ import annotations
 
@@ -25,23 +26,23 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Plan:
-    """What `triforce plan` shows, as tables or as JSON."""
+    """The results of `triforce plan`, which are shown as tables or as JSON."""
 
     model: str
     draft: str | None
-    """As given; a preset stands for its draft."""
+    """The draft as given; the name of a preset means its draft."""
     card: Card
     run: RunPlan
     hardware: Hardware
     assumed: Assumptions
     estimates: dict[int, Estimate | None]
-    """By tiers; `None` where it does not fit."""
+    """The estimate for each number of tiers; `None` if the run does not fit."""
     shortfalls: list[str]
     remedies: list[Remedy]
     calibration: Calibration | None
-    """What was measured in place of the card's figures, if anything was."""
+    """The measured figures that replace those of the card, if there are any."""
     disk_speed_is: str
-    """Where the bandwidth of the disk is from: `assumed`, `given` or `measured`."""
+    """The source of the bandwidth of the disk: `assumed`, `given` or `measured`."""
 
     @classmethod
     def make(
@@ -59,12 +60,13 @@ class Plan:
 
         Args:
             model, draft: as given.
-            acceptance: assumed, on the retrieval cache and of the small model, each 0 to 1; `None` is the default.
-            disk_gbps: bandwidth of the disk in GB/s; `None`: as measured, else assumed.
-            measured: what times are taken from, in place of `card`.
+            acceptance: the assumed acceptance on the retrieval cache, and of the small model, each 0 to 1; `None` is
+                the default.
+            disk_gbps: bandwidth of the disk in GB/s; `None`: as measured, or else assumed.
+            measured: the measurements from which times are computed, instead of from `card`.
 
         Raises:
-            UsageError: settings or a number of GPUs that are not possible, or another model than was measured.
+            UsageError: settings or the number of GPUs are not possible, or the model is not the measured one.
         """
         calibration = None
         if measured is None:
@@ -97,7 +99,7 @@ class Plan:
         )
 
     def document(self) -> dict[str, Any]:
-        """The JSON; docs/plan.md says what its keys mean."""
+        """The JSON; docs/plan.md documents its keys."""
         run, request, card = self.run, self.run.request, self.card
         settings, placement = request.settings, run.placement
         own = self.estimates[settings.tiers]
@@ -189,10 +191,10 @@ def _modelled(tiers: int, estimate: Estimate | None) -> dict[str, Any]:
 
 
 def shapes(model: str, draft: str | None, rope_scaling: str | None = None) -> tuple[ModelConfig, ModelConfig | None]:
-    """The shapes of target and draft, from presets and `config.json` files that are here.
+    """The shapes of target and draft, from presets and from `config.json` files on this machine.
 
     Raises:
-        ModelError: there is no such model, or its shape is not known without a download.
+        ModelError: a model does not exist, or its shape is not known without a download.
     """
     preset = find_preset(model)
     target, own = preset.configs() if preset else (_shape(model), None)

@@ -66,7 +66,7 @@ PROCESS = {
     "kept": "kept by kernels and allocators",
     "cuda": "CUDA's libraries",
 }
-"""Parts of `RunRequest.process_parts`, in words."""
+"""The words for the parts of `RunRequest.process_parts`."""
 
 
 def _memory_table(plan: Plan) -> Table:
@@ -132,7 +132,7 @@ def _verification(plan: Plan) -> str:
 
 
 def _assumptions(plan: Plan) -> str:
-    """The acceptance that times are computed with and, where passes were measured, whether it was measured too."""
+    """The acceptance with which times are computed and, if passes were measured, whether it was measured too."""
     _, *measured = plan.calibration.accepted if plan.calibration else (0, None, None)
 
     def source(value: float, known: float | None) -> str:

@@ -1,5 +1,5 @@
-"""Who may ask: which names are this server's own, the keys that requests must bring, and without one the account that
-they must come from."""
+"""Access control: the names of this server, the API keys that requests must have, and, without a key, the account that
+requests must come from."""
 
 from __future__ import annotations
 
@@ -22,31 +22,33 @@ _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 _SCRIPTS = ("page", "answer", "elements", "kept", "markdown", "parts", "plot", "server")
 
 WITHOUT_KEY = ("/health", "/", "/page.css", *(f"/{name}.js" for name in _SCRIPTS))
-"""Paths that need no key: what they say is nobody's secret. The page asks for the key."""
+"""Paths that need no key, because their content is not secret. The page asks for the key."""
 
 
 @dataclass(frozen=True)
 class Access:
-    """What is checked of every request before anything else."""
+    """The checks of every request that come before all others."""
 
     keys: tuple[bytes, ...]
-    """One of which a request must bring; none: see `own_user`."""
+    """The API keys, one of which a request must have; empty: see `own_user`."""
     hosts: frozenset[str] | None
-    """Names and addresses of this server, in lower case; `None`: any, as a Unix socket has no name."""
+    """Names and addresses of this server, in lower case. `None`: any, because a Unix socket has no name."""
     any_address: bool
-    """Whether every address is taken for its own: it listens at more than the loopback one. A page elsewhere that has
-    its own name lead here still brings that name."""
+    """Whether every address counts as an address of this server, because it does not only listen on loopback. A web
+    page elsewhere whose own name leads here still sends that name, which is refused."""
     own_user: bool
-    """Whether the account that serves is the only one that is answered, besides root."""
+    """Whether only requests of the account that runs the server, and of root, are answered."""
     anybody: bool
-    """Whether whoever can reach it is answered, as --no-auth says."""
+    """Whether everybody who can reach the server is answered (--no-auth)."""
 
     @classmethod
     def of(cls, options: ServeOptions) -> Access:
-        """Raises:
-        UsageError: anybody on the network could ask, and it was not said that they may; a key that is none; or two
-            places to listen at.
-        TriforceError: the file of the keys cannot be read.
+        """Makes the access control that the options ask for.
+
+        Raises:
+            UsageError: anybody on the network could send requests, and no option allows it; a key is not valid; or
+                there are two places to listen on.
+            TriforceError: the file with the keys cannot be read.
         """
         if options.api_key is not None and options.no_auth:
             raise UsageError("--api-key and --no-auth are both given; give one of them")
@@ -67,16 +69,16 @@ class Access:
         return cls(keys, frozenset(hosts), not loopback, not keys and not options.no_auth, options.no_auth)
 
     def asks_owner(self, path: str) -> bool:
-        """Whether it depends on the owner of the connection if a request for this path is answered."""
+        """Whether the owner of the connection decides if a request for this path is answered."""
         return self.own_user and path not in WITHOUT_KEY
 
     def refusal(self, path: str, headers: Mapping[str, str], owner: int | None) -> BodyError | None:
-        """Why a request is not answered, if it is not.
+        """The reason why a request is refused; `None` if it is not.
 
         Args:
-        headers: by their names in lower case.
-        owner: the user id that holds the other end of the connection, `None` where that cannot be told; matters where
-            `asks_owner` says so.
+            path: that of the request.
+            headers: by their names in lower case.
+            owner: the user id of the other end of the connection; `None` if it is not known. Only used if `asks_owner`.
         """
         host = headers.get("host", "").lower()
         if not self._is_ours(_hostname(host)):
@@ -101,11 +103,12 @@ class Access:
         )  # fmt: skip
 
     def client(self, headers: Mapping[str, str], address: tuple[str, int] | None) -> str:
-        """Whose request it is, for the queue: where there are several keys, that of the key, else of the address."""
+        """The client of a request, for the queue: by its key if there are several keys, otherwise by its address."""
         return f"key {self._key_number(headers)}" if len(self.keys) > 1 else client_at(address)
 
     def _key_number(self, headers: Mapping[str, str]) -> int | None:
-        """Which of the keys a request brings, if it brings one; compared with each, in the same time for all."""
+        """The number of the key that a request has; `None` if it has none. The key is compared with each of the keys,
+        in constant time."""
         scheme, _, bearer = headers.get("authorization", "").partition(" ")
         given = [bearer] if scheme.lower() == "bearer" else []
         given += [headers["x-api-key"]] if "x-api-key" in headers else []
@@ -117,7 +120,8 @@ class Access:
 
 
 def client_at(address: tuple[str, int] | None) -> str:
-    """Whose an address and port is: of IPv6 addresses one has as many as a network of 64 bits holds."""
+    """The client at an address and port. All IPv6 addresses in a network of 64 bits count as one client, because one
+    client may have all of them."""
     if address is None:  # a Unix socket
         return ""
     host = address[0].partition("%")[0]
@@ -130,14 +134,14 @@ def client_at(address: tuple[str, int] | None) -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach it there."""
+    """Whether only this machine can reach a server on this host."""
     name = host.lower().strip("[]")
     return name == "localhost" or (_is_address(name) and ipaddress.ip_address(name).is_loopback)
 
 
 def _refusal_of(owner: int | None) -> BodyError | None:
-    """Why the requests of a connection are not answered without a key, if they are not. Root may read all that the
-    account that serves may, and is answered."""
+    """The reason why requests of a connection are refused without a key; `None` if they are not. Root is answered,
+    because root can read everything that the account of the server can."""
     if owner is not None and owner in (os.geteuid(), 0):
         return None
     what = "it is not known which user sent this request" if owner is None else "another user sent this request"
@@ -149,7 +153,7 @@ def _refusal_of(owner: int | None) -> BodyError | None:
 
 
 def _keys(option: str | None) -> tuple[bytes, ...]:
-    """The keys of --api-key, each once."""
+    """The keys of --api-key, without duplicates."""
     if option is None:
         return ()
     if option.startswith("@"):

@@ -1,4 +1,4 @@
-"""`triforce serve`: everything that can be checked before PyTorch is imported."""
+"""`triforce serve`: the checks that are possible before PyTorch is imported."""
 
 from __future__ import annotations
 
@@ -61,8 +61,10 @@ def serve(options: ServeOptions, call: Call) -> None:
 
 
 def _check_options(options: ServeOptions) -> None:
-    """Raises:
-    UsageError: an impossible name.
+    """Checks the options.
+
+    Raises:
+        UsageError: a name is not allowed.
     """
     if options.context is not None:
         from ...offload.contexts.home import user_store

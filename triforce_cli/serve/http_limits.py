@@ -1,4 +1,4 @@
-"""What a server takes upon itself for its clients."""
+"""The limits of a server for its clients."""
 
 from __future__ import annotations
 
@@ -7,39 +7,40 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class ServerLimits:
-    """Bounds of one server. docs/serving.md states them."""
+    """The limits of one server. docs/serving.md documents them."""
 
     unread_bytes: int = 2**23
-    """Text and logprobs of a stream that wait to be read; beyond that it is broken off."""
+    """Maximum bytes of text and logprobs of a stream that wait to be read. A stream with more is cut."""
     unread_s: float = 60.0
-    """Seconds in which a client takes nothing of what waits for it; after that its connection is closed."""
+    """If a client reads nothing of the waiting data for this number of seconds, its connection is closed."""
     whole_bytes: int = 2**27
-    """Texts and logprobs of a response that is not streamed."""
+    """Maximum bytes of texts and logprobs of a response that is not streamed."""
     send_buffer_bytes: int = 2**18
-    """What the system may hold of a connection, on the way to its client."""
+    """Bytes that the system may buffer for a connection, on the way to its client."""
     body_bytes: int = 2**25
-    """Of a request's body: the text of a million tokens has a fifth of that."""
+    """Maximum bytes of a request's body. The text of a million tokens has a fifth of that."""
     held_bytes: int = 2**29
-    """Bodies that all requests together may hold until their prompts are made."""
+    """Maximum bytes of the bodies of all requests together, until their prompts are made."""
     client_held_bytes: int = 2**27
-    """Those of one client's requests."""
+    """Maximum bytes of the bodies of one client's requests."""
     body_s: float = 30.0
-    """Seconds in which a body must arrive, and more by its bytes: see `body_rate`."""
+    """Seconds within which a body must arrive. A long body has more time: see `body_rate`."""
     body_rate: float = 2**17
-    """Bytes a second that a long body must arrive with."""
+    """Minimum rate of a long body, in bytes per second."""
     parts: int = 2**18
-    """Objects, lists and names of fields in a body."""
+    """Maximum number of objects, lists and names of fields in a body."""
     long_bytes: int = 2**18
-    """From which on a body is long: prompts of others are made beside that one's."""
+    """From this number of bytes on, a body is long. Its prompt is made in another thread than those of other bodies."""
     render_s: float = 5.0
-    """Seconds that the chat template may take for one prompt."""
+    """Maximum seconds that the chat template may take for one prompt."""
     verifications: int = 16
-    """Uploads that wait until a saved context is verified, beside the one that is being verified."""
+    """Maximum number of uploads that wait until a saved context is verified, besides the one being verified."""
     connections: int = 2048
-    """At a time. Beyond that, idle ones of the client that has most of them are closed."""
+    """Maximum number of connections at a time. Beyond it, idle connections of the client with the most are closed."""
     idle_s: float = 60.0
-    """Seconds in which a connection must begin a request, and send its head."""
+    """Seconds within which a connection must begin a request and send its head."""
     keep_alive_s: float = 5.0
-    """A comment goes out where nothing else has for so long, so that proxies and clients go on waiting."""
+    """If nothing was sent for this number of seconds, a comment is sent, so that proxies and clients keep waiting."""
     first_event_s: float = 1.0
-    """How long a stream waits for its first event before it begins: an error within that has a status of its own."""
+    """Seconds that a stream waits for its first event before it begins. An error within this time is answered with its
+    own status."""

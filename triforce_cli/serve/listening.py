@@ -1,4 +1,4 @@
-"""The socket that a server listens at: a host and port, or a Unix socket, which is a file."""
+"""The socket that a server listens on: a host and port, or a Unix socket, which is a file."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from .options import ServeOptions
 
 
 def listener(options: ServeOptions) -> socket.socket:
-    """A socket at the host and port, which does not listen yet, or at --uds, which does.
+    """A socket at the host and port, which does not listen yet; or at --uds, which already listens.
 
     Raises:
-        TriforceError: there cannot be one.
+        TriforceError: the socket cannot be made.
     """
     if options.uds is not None:
         return UnixListener(options.uds.expanduser().absolute())
@@ -35,11 +35,13 @@ def listener(options: ServeOptions) -> socket.socket:
 
 
 class UnixListener(socket.socket):
-    """A Unix socket that only its owner can open, which takes its file along when it is closed."""
+    """A Unix socket that only its owner can open. Its file is removed when it is closed."""
 
     def __init__(self, path: Path) -> None:
-        """Raises:
-        TriforceError: something else is there, or there cannot be one.
+        """Makes the socket and listens.
+
+        Raises:
+            TriforceError: the path is already used, or the socket cannot be made.
         """
         super().__init__(socket.AF_UNIX, socket.SOCK_STREAM)
         self._file: os.stat_result | None = None
@@ -70,10 +72,10 @@ class UnixListener(socket.socket):
 
 
 def _remove_stale(path: Path) -> None:
-    """Removes a socket that nobody listens at.
+    """Removes a socket that nobody listens on.
 
     Raises:
-        TriforceError: somebody does, or it is something else.
+        TriforceError: a process listens on it, or the path is something else.
     """
     try:
         mode = path.lstat().st_mode

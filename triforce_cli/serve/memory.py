@@ -1,4 +1,4 @@
-"""What has memory that a server needs no more go back to the system."""
+"""Returns memory that a server no longer needs to the system."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from contextlib import suppress
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
 
 _MAPPED_BYTES = 2**20
-"""Pieces of so many bytes go back to the system as soon as they are free."""
+"""Pieces of at least this number of bytes are returned to the system as soon as they are free."""
 
 _KEPT_BYTES = 2**26
-"""Of smaller ones the C library keeps so many until `give_back`. By itself it would keep some hundred MiB of what
-requests took for a moment."""
+"""The C library keeps this number of bytes of smaller pieces until `give_back`. By default, it would keep some hundred
+MiB that requests took for a moment."""
 
 
 def keep_little() -> None:
-    """Has the C library keep less memory than it would; before anything begins a thread."""
+    """Makes the C library keep less free memory than by default. Must be called before any thread is started."""
     library = ctypes.CDLL(None)
     with suppress(AttributeError):  # only glibc has it
         # One arena for all threads: in arenas of their own more pages stay taken for the sake of one small piece.
@@ -27,9 +27,10 @@ def keep_little() -> None:
 
 
 def give_back(*, freeze: bool) -> None:
-    """Frees what nobody refers to any more, and gives the system what is free.
+    """Frees unreferenced objects, and returns free memory to the system.
 
-    Args: `freeze`: what lives now stays and need not be looked at any more.
+    Args:
+        freeze: whether Python's garbage collector ignores all objects that exist now from here on.
     """
     # What refers to itself, as an error and the frames it came through may, holds a request's body until Python looks
     # for it: by itself when a quarter as much is new as there is, which is all that was imported. Without that looking

@@ -14,7 +14,7 @@ _HOST, _PORT = "127.0.0.1", 8000
 
 @dataclass(frozen=True, kw_only=True)
 class ServeOptions(AnsweringOptions):
-    """What `triforce serve` is asked for."""
+    """The options of `triforce serve`."""
 
     json: Path | None = None  # no option here: a server has no end to report
     host: Annotated[
@@ -87,5 +87,5 @@ class ServeOptions(AnsweringOptions):
 
     @property
     def address(self) -> tuple[str, int]:
-        """Host and port to listen at, where it is no Unix socket."""
+        """The host and port to listen on, if it is not a Unix socket."""
         return self.host or _HOST, _PORT if self.port is None else self.port

@@ -1,4 +1,4 @@
-"""The account that the other end of a TCP connection belongs to, where that end is on this machine (Linux)."""
+"""Finds the account of the other end of a TCP connection, if that end is on this machine (Linux)."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ Address = tuple[str, int]
 """IP address and port."""
 
 Ends = tuple[Address, Address]
-"""Both of a connection: ours and theirs, as we see them."""
+"""Both ends of a connection: that of the server and that of the client, as the server sees them."""
 
 _TABLES = ("tcp", "tcp6")
 
 _OWNED = ("01", "04", "05", "08")
-"""States of a socket that a process can hold: ESTABLISHED, FIN_WAIT1, FIN_WAIT2 and CLOSE_WAIT."""
+"""States of a socket that belongs to a process: ESTABLISHED, FIN_WAIT1, FIN_WAIT2 and CLOSE_WAIT."""
 
 _READINGS = 2
-"""How often the tables are read: a row can be passed over while others come and go."""
+"""How often the tables are read. One reading may miss a row while other rows come and go."""
 
 
 class Owners:
-    """Looks up owners in a thread, as it takes milliseconds. One reading of the tables answers all who wait, however
-    many connections somebody has opened."""
+    """Looks up owners in a thread, because this takes milliseconds. One reading of the tables serves all waiting
+    look-ups, however many connections a client has opened."""
 
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1, "owners")
@@ -34,11 +34,11 @@ class Owners:
         self._reading: asyncio.Task[None] | None = None
 
     async def owner_of(self, connection: Ends) -> int | None:
-        """The user id that holds the other end of a connection.
+        """The user id of the other end of a connection.
 
         Returns:
-            `None` where it cannot be told: the other end is on another machine or in another network namespace, nobody
-            holds it any more, the account has no number in this user namespace, or the system has no such tables.
+            `None` if it is not known: the other end is on another machine or in another network namespace, or closed;
+            the account has no number in this user namespace; or the system does not have these tables.
         """
         loop = asyncio.get_running_loop()
         found: asyncio.Future[int | None] = loop.create_future()
@@ -48,7 +48,7 @@ class Owners:
         return await found
 
     def close(self) -> None:
-        """Waits for nobody."""
+        """Ends the thread without waiting for it."""
         self._thread.shutdown(wait=False)
 
     async def _read(self) -> None:
@@ -68,7 +68,7 @@ class Owners:
 
 
 def _owners(connections: Sequence[Ends]) -> list[int | None]:
-    """Of each connection the account that `Owners.owner_of` tells."""
+    """For each connection, the account that `Owners.owner_of` returns."""
     found: dict[Ends, int | None] = {}
     for _ in range(_READINGS):
         tables = {table: _rows(table) for table in _TABLES}
@@ -81,7 +81,7 @@ def _owners(connections: Sequence[Ends]) -> list[int | None]:
 
 
 def _rows(table: str) -> str:
-    """/proc/net/`table`; empty where there is none."""
+    """The content of /proc/net/`table`; empty if it does not exist."""
     try:
         return Path("/proc/net", table).read_text("ascii")
     except (OSError, ValueError):
@@ -89,7 +89,7 @@ def _rows(table: str) -> str:
 
 
 def _owner_in(tables: Mapping[str, str], connection: Ends) -> int | None:
-    """Who holds the other end by these tables."""
+    """The owner of the other end, according to these tables."""
     ours, theirs = connection
     for table, rows in tables.items():
         local, remote = _word(theirs, table), _word(ours, table)
@@ -111,8 +111,8 @@ def _owner_of_row(rows: str, ends: str) -> int | None:
 
 
 def _word(address: Address, table: str) -> str | None:
-    """An address as a table has it; `None` where the table cannot have it. Of an IPv4 address the table of IPv6 has
-    the mapped one."""
+    """An address in the format of a table; `None` if the table cannot contain it. The table of IPv6 contains IPv4
+    addresses as mapped addresses."""
     ip = ipaddress.ip_address(address[0].partition("%")[0])
     if isinstance(ip, ipaddress.IPv6Address):
         ip = ip.ipv4_mapped or ip
@@ -126,7 +126,7 @@ def _word(address: Address, table: str) -> str | None:
 
 
 def _stands_for_others(uid: int) -> bool:
-    """Whether this user namespace may show accounts by this number that it has no number for."""
+    """Whether this user namespace may use this number for accounts that have no number in it."""
     try:
         overflow = int(Path("/proc/sys/kernel/overflowuid").read_text())
         whole = Path("/proc/self/uid_map").read_text().split() == ["0", "0", str(2**32 - 1)]

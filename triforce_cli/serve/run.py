@@ -1,4 +1,4 @@
-"""One run of `triforce serve`: a thread for HTTP, one for the engine, and signals in the main one."""
+"""One run of `triforce serve`: a thread for HTTP, a thread for the engine, and signals in the main thread."""
 
 from __future__ import annotations
 
@@ -42,20 +42,20 @@ from .web.connection import Connection, Connections
 from .web.service import Service
 
 _BACKLOG = 2048
-"""Connections that wait to be accepted."""
+"""Maximum number of connections that wait to be accepted."""
 
 _CUT_S = 5.0
-"""How long threads may take to end once everything was cut."""
+"""Maximum seconds that threads may take to end after everything was cut."""
 
 _SWITCH_S = 5e-4
-"""For so long a thread keeps the interpreter from others; Python's own is ten times as long. An answer takes the
-interpreter a hundred times, and beside a chat template that loops it waited each time."""
+"""Seconds after which a thread must give the interpreter to others. Python's default is ten times as long. An answer
+takes the interpreter a hundred times, and beside a chat template with an endless loop it had to wait each time."""
 
 _OWED_S = 2e-3
-"""The thread that serves HTTP leaves the interpreter to others when it has computed for so long."""
+"""After this number of seconds of computing, the thread that serves HTTP leaves the interpreter to others."""
 
 _TRIM_S = 2.0
-"""So often what is free goes back to the system."""
+"""Seconds after which free memory is returned to the system, repeatedly."""
 
 
 def run(
@@ -67,11 +67,12 @@ def run(
 ) -> None:
     """Serves until a signal comes, or the engine fails.
 
-    Args: `directories` are the target's and the draft's.
+    Args:
+        directories: those of the target and the draft.
 
     Raises:
-        TriforceError: the model cannot be loaded, or the server cannot go on.
-        Stop: it was stopped by a signal.
+        TriforceError: the model cannot be loaded, or the server cannot continue.
+        Stop: a signal has stopped the server.
     """
     server = Server(options, access, listening, directories, print_note)
     print_note(server.introduction)
@@ -100,15 +101,15 @@ def run(
 
 
 def _allow_many_connections() -> None:
-    """Has this process open as many files and connections as it may."""
+    """Raises the limit of open files and connections of this process to the allowed maximum."""
     with suppress(OSError, ValueError):
         _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def _let_end(server: Server, grace_s: float, signals: Signals) -> BodyError:
-    """Lets answers end, until a second signal comes; not where another rank has ended, and its launcher says so in this
-    way. Returns what those are told whose answers have not ended then."""
+    """Waits until answers have ended, or a second signal comes. Does not wait if another rank has ended, which the
+    launcher reports with a signal. Returns the error for requests whose answers have not ended."""
     worker = server.worker
     loading = worker.state == "loading"
     worker.stop()
@@ -128,7 +129,7 @@ def _let_end(server: Server, grace_s: float, signals: Signals) -> BodyError:
 
 
 def _leave(stop: Stop) -> NoReturn:
-    """Ends the process although a thread computes, which the interpreter must not take apart."""
+    """Ends the process although a thread computes. The interpreter must not be finalized then."""
     if stop.message:
         print_note(stop.message)
     sys.stdout.flush()
@@ -136,7 +137,7 @@ def _leave(stop: Stop) -> NoReturn:
 
 
 class Server:
-    """The threads of a server, and what they share."""
+    """The threads of a server, and the objects that they share."""
 
     def __init__(
         self,
@@ -149,9 +150,9 @@ class Server:
         ranks_here: Callable[[], Collection[object]] = siblings,
     ) -> None:
         """Args:
-        note: takes lines for people and the log.
+        note: writes a line for people and the log.
         limits: default `ServerLimits()`.
-        ranks_here: the ranks that run on this machine, as far as one launcher has started them.
+        ranks_here: returns the running ranks on this machine that one launcher has started.
 
         Raises:
             TriforceError: the two models do not fit together, or the context that is asked for cannot be used.
@@ -186,7 +187,7 @@ class Server:
         return f"{what}: loading; listening at {where}"
 
     def start(self, *, load: bool = True) -> None:
-        """Begins to listen and, with `load`, to load the model."""
+        """Starts to listen and, if `load`, to load the model."""
         sys.setswitchinterval(_SWITCH_S)
         threading.Thread(target=self._give_memory_back, name="memory", daemon=True).start()
         self._http.start()
@@ -194,8 +195,8 @@ class Server:
             self.worker.start()
 
     def cut(self, why: BodyError | None = None) -> bool:
-        """Breaks off what is under way, and tells those who wait `why`, or that the server stops; whether all threads
-        have ended."""
+        """Interrupts all work, and refuses waiting requests with `why`; by default, because the server stops. Returns
+        whether all threads have ended."""
         stopped = self.worker.cut(_CUT_S, why or stopping())
         why = why or self.worker.refusal()
         self.service.close(why)
@@ -224,8 +225,8 @@ class HttpThread:
         on_failure: Callable[[], None],
     ) -> None:
         """Args:
-        on_unread: called where a connection is closed as nobody reads what is sent.
-        on_failure: called where it ends by itself.
+        on_unread: called if a connection is closed because the client does not read.
+        on_failure: called if the thread ends without `stop`.
         """
         # What clients send wrong is answered, and does not fill the log; hence `log_level` too.
         logging.getLogger("python_multipart").setLevel(logging.CRITICAL)
@@ -256,7 +257,8 @@ class HttpThread:
         self._thread.start()
 
     def stop(self, wait_s: float) -> bool:
-        """Whether it has ended within `wait_s` seconds; what is being sent has two of them."""
+        """Stops the thread, and returns whether it has ended within `wait_s` seconds. Responses that are being sent
+        have two seconds."""
         self._server.should_exit = True
         self._thread.join(wait_s)
         self._owners.close()
@@ -279,8 +281,9 @@ class HttpThread:
 
 
 class _SharingSelector(selectors.DefaultSelector):
-    """Where an event loop waits for its connections. It leaves the interpreter to other threads for as long as it has
-    computed: a flood of requests would leave an answer a tenth of its speed."""
+    """The selector with which an event loop waits for its connections. It leaves the interpreter to other threads for
+    as long as the loop has computed. Otherwise a flood of requests would slow an answer down to a tenth of its
+    speed."""
 
     def __init__(self) -> None:
         super().__init__()

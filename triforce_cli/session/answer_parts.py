@@ -1,7 +1,8 @@
-"""What an answer consists of: reasoning, content, and calls of tools; read from its text while that grows.
+"""Finds the parts of an answer (reasoning, content, and calls of tools) in its text while the text grows.
 
-Models write reasoning between `<think>` and `</think>` before all else, and calls in a form of their family (calls.py).
-White space around each part is left out. What begins as a call and is none is content, as it was written.
+Models write reasoning between `<think>` and `</think>` before everything else, and calls in the form of their family
+(calls.py). White space around each part is left out. Text that begins like a call but is not a call is content, and
+stays unchanged.
 """
 
 from __future__ import annotations
@@ -18,13 +19,13 @@ from ...tp.weights.tokenizer import Tokenizer
 from .calls import ARGS, CALL_ID, CLOSES, VALUE_END, CallForm, Tool, types_of
 
 THINKS, THOUGHT = "<think>", "</think>"
-"""What models put around reasoning."""
+"""The marks before and after reasoning."""
 
 _ID_LETTERS = string.ascii_letters + string.digits
 
 
 def new_call_id() -> str:
-    """Nine letters and digits, as Mistral's templates demand."""
+    """A new id for a call: nine letters and digits, as Mistral's templates require."""
     return "".join(secrets.choice(_ID_LETTERS) for _ in range(9))
 
 
@@ -33,55 +34,57 @@ class Call:
     """A call of a tool."""
 
     index: int
-    """Among the calls of its answer, from 0."""
+    """Its index among the calls of its answer, from 0."""
     name: str
     id: str = field(default_factory=new_call_id, compare=False)
-    """By which its result names it."""
+    """The id by which its result refers to it."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """More of an answer."""
+    """A further piece of a part of an answer."""
 
     kind: Literal["reasoning", "content", "call"]
     text: str
-    """In addition to what came of it before; of a call: of its arguments, which are JSON."""
+    """The additional text. For a call, it belongs to the arguments, which are JSON."""
     call: Call | None = None
     begins: bool = False
-    """Whether it is the first of its call."""
+    """Whether it is the first piece of its call."""
 
 
 @dataclass(frozen=True)
 class AnswerSyntax:
-    """How the text of an answer is to be read."""
+    """How the parts of an answer are found in its text."""
 
     reasoning: bool | None = None
-    """Whether the prompt has begun reasoning; `None`: there is none."""
+    """Whether the prompt has begun reasoning; `None`: there is no reasoning."""
     form: CallForm | None = None
-    """That of its calls; `None`: it has none."""
+    """The form of its calls; `None`: it has no calls."""
     tools: Mapping[str, Tool] = field(default_factory=dict)
-    """By their names."""
+    """The tools by their names."""
 
     def control_marks(self, tokenizer: Tokenizer) -> dict[int, str]:
-        """The control tokens among its marks, by their ids: `Tokenizer.decode` leaves them out."""
+        """The marks that are control tokens, by their ids. `Tokenizer.decode` leaves them out."""
         marks = (*((THINKS, THOUGHT) if self.reasoning is not None else ()), *(self.form.marks if self.form else ()))
         found = {mark: tokenizer.encode(mark, False) for mark in marks}
         return {ids[0]: mark for mark, ids in found.items() if len(ids) == 1 and not tokenizer.decode(ids)}
 
 
 PLAIN = AnswerSyntax()
-"""That of an answer which is content alone."""
+"""The syntax of an answer that only has content."""
 
 _Reading = Generator[None, None, bool]
-"""Reads on whenever there is more text, or nothing follows; returns whether it has found what it was to find."""
+"""A reader that continues when there is more text, or when the text has ended. It returns whether it has found what it
+was looking for."""
 
 _HEAD = re.compile(r'\s*+\{\s*+"name"\s*+:\s*+("(?:[^"\\]|\\.)*+")\s*+,\s*+"(?:arguments|parameters)"\s*+:\s*+(?=\{)')
-"""Of a call in JSON, up to its arguments."""
+"""Matches the head of a call in JSON, up to its arguments."""
 
 _NAMED_HEAD = re.compile(rf"\s*+([^\s\[{{]++)\s*+(?:{re.escape(CALL_ID)}[^\[{{]*+)?(?:{re.escape(ARGS)})?\s*+(?=\{{)")
 
 _MOST_HEAD = 512
-"""Letters in which the head of a call is looked for. One that has another order is read once it is complete."""
+"""How many letters are searched for the head of a call. A call with another order of fields is read when it is
+complete."""
 
 _FUNCTION, _PARAMETER = re.compile(r"\s*+<function=([^>\n]*+)>"), re.compile(r"\s*+<parameter=([^>\n]*+)>(\n|(?=.))")
 _FUNCTION_END = "</function>"
@@ -97,19 +100,20 @@ class AnswerParts:
         self._text, self._at, self._ended = "", 0, False
         self._new: list[Part] = []
         self._space: dict[str, str | None] = {"reasoning": None, "content": None}
-        """Held back behind what was said of each; `None`: nothing was, and white space before it is left out."""
+        """The white space that is held back after each kind of part. `None`: the part has not begun, so white space is
+        left out."""
         self._reading = self._answer()
         self.num_calls = 0
-        """Calls that have begun."""
+        """The number of calls that have begun."""
         self._in_call = False
 
     @property
     def calls(self) -> bool:
-        """Whether it has calls, all of them whole."""
+        """Whether the answer has calls, and all of them are complete."""
         return self.num_calls > 0 and not self._in_call
 
     def add(self, text: str) -> list[Part]:
-        """What further text brings."""
+        """Adds text, and returns the new pieces of parts."""
         if self._syntax == PLAIN:
             return [Part("content", text)] if text else []
         longer, self._text = self._text, ""
@@ -120,7 +124,7 @@ class AnswerParts:
         return joined(found)
 
     def finish(self) -> list[Part]:
-        """The rest, once nothing follows."""
+        """The remaining pieces, after the end of the text."""
         self._ended = True
         return self.add("")
 
@@ -142,7 +146,7 @@ class AnswerParts:
     # What is read. Text before `_at` is done with.
 
     def _begins(self, mark: str) -> _Reading:
-        """Whether the rest begins with it, behind white space; then it is behind it."""
+        """Whether the rest begins with a mark after white space. If so, the mark is skipped."""
         while True:
             self._at = _SPACE.match(self._text, self._at).end()  # pyright: ignore[reportOptionalMemberAccess]
             if self._text.startswith(mark, self._at):
@@ -153,7 +157,8 @@ class AnswerParts:
             yield
 
     def _up_to(self, mark: str, kind: Literal["reasoning", "content"] | None) -> _Reading:
-        """Says all before a mark, or leaves it out; nothing as mark: there is none. Whether it has come."""
+        """Emits the text before a mark as a part of this kind, or drops it if `kind` is `None`. An empty mark is never
+        found. Returns whether the mark was found."""
         searched = self._at
         while True:
             found = self._text.find(mark, searched) if mark else -1
@@ -170,7 +175,7 @@ class AnswerParts:
             yield
 
     def _read_calls(self, form: CallForm) -> _Reading:
-        """Calls behind their opening mark; whether there was one."""
+        """Reads calls after their opening mark. Returns whether there was a call."""
         if form.style in ("list", "named"):
             return (yield from self._mistral_calls())
         if form.style == "xml":
@@ -186,7 +191,7 @@ class AnswerParts:
         return found
 
     def _bare_calls(self) -> Generator[None, None, None]:
-        """The call that the answer is, if it is one: Llama's template takes no more of one answer."""
+        """Reads the call if the whole answer is a call. Llama's template allows only one call in an answer."""
         if (yield from self._begins("{")):
             self._at = begin = self._at - 1
             if not (yield from self._json_call(self._syntax.tools)):
@@ -211,9 +216,10 @@ class AnswerParts:
         return head is not None
 
     def _json_call(self, known: Mapping[str, Tool] | None = None) -> _Reading:
-        """A call that is one object; then it is behind that.
+        """Reads a call that is one JSON object, and skips the object.
 
-        Args: `known` are the tools that it must be of.
+        Args:
+            known: the tools that may be called.
         """
         begin = self._at
         if not (yield from self._begins("{")):
@@ -239,12 +245,12 @@ class AnswerParts:
             yield
 
     def _arguments(self, head: re.Match[str], name: str) -> _Reading:
-        """Says a call whose arguments begin behind `head`."""
+        """Emits a call whose arguments begin after `head`."""
         self._at, call = head.end(), self._begin_call(name)
         return (yield from self._value(0, lambda text: self._new.append(Part("call", text, call))))
 
     def _value(self, depth: int, say: Callable[[str], None] = lambda text: None) -> _Reading:
-        """Goes behind the end of an object, of which so many levels are open; whether it has come."""
+        """Skips the rest of an object, of which `depth` levels are open. Returns whether its end was found."""
         said, in_text = self._at, False
         while True:
             found = (_IN_TEXT if in_text else _BETWEEN).search(self._text, self._at)
@@ -268,7 +274,7 @@ class AnswerParts:
                     return True
 
     def _whole_call(self, text: str, known: Mapping[str, Tool] | None) -> bool:
-        """Says a call that is complete, if it is one."""
+        """Emits a complete call, if `text` is one."""
         given = _parsed(text)
         name = given.get("name") if isinstance(given, dict) else None
         if not isinstance(name, str) or (known is not None and name not in known):
@@ -281,7 +287,7 @@ class AnswerParts:
         return True
 
     def _xml_call(self) -> _Reading:
-        """A call whose arguments are written one by one, each of which is said once it is complete."""
+        """Reads a call whose arguments are written one by one. Each is emitted when it is complete."""
         head = yield from self._match(_FUNCTION)
         if head is None:
             return False
@@ -312,7 +318,7 @@ class AnswerParts:
         return call
 
     def _say(self, kind: Literal["reasoning", "content"], text: str) -> None:
-        """Says more of a part, and holds back the white space at its end."""
+        """Emits a further piece of a part, and holds back the white space at its end."""
         before = self._space[kind]
         text = text.lstrip() if before is None else before + text
         kept = text.rstrip()
@@ -323,29 +329,29 @@ class AnswerParts:
 
 
 _IN_TEXT, _BETWEEN = re.compile(r'["\\]'), re.compile(r'["{}\[\]]')
-"""What matters within a text of JSON, and outside."""
+"""Match the characters that matter inside a text of JSON, and outside of texts."""
 
 
 def _as_json(value: Any) -> str:
-    """Where a model has spelled half a character, as it did."""
+    """A value as JSON. If the model has written half a surrogate pair, it stays as it was written."""
     text = json.dumps(value, ensure_ascii=False)
     return text if text.isascii() or text == text.encode(errors="replace").decode() else json.dumps(value)
 
 
 def _begun(text: str, mark: str, start: int) -> int:
-    """How many letters at the end of a text, from `start` on, may be the beginning of a mark."""
+    """The number of letters at the end of a text, from `start` on, that may be the beginning of a mark."""
     longest = min(len(mark) - 1, len(text) - start)
     return next((size for size in range(longest, 0, -1) if text.endswith(mark[:size])), 0)
 
 
 def _name(text: str) -> str | None:
-    """That of a call, which is a text of JSON, if it is one."""
+    """The name of a call from a text in JSON; `None` if it is not a text."""
     found = _parsed(text)
     return found if isinstance(found, str) else None
 
 
 def _parsed(text: str) -> Any:
-    """JSON that a model has written; `None`: it is none, or has numbers that JSON has not."""
+    """Parses JSON that a model has written; `None` if it is not JSON, or has numbers that JSON does not allow."""
     try:
         return json.loads(text, strict=False, parse_constant=_no_number)
     except (ValueError, RecursionError):
@@ -357,7 +363,7 @@ def _no_number(name: str) -> Any:
 
 
 def _value_of(text: str, tool: Tool | None, name: str) -> Any:
-    """An argument that is written as it is where it is a text, and as JSON else, or as Python writes it."""
+    """The value of an argument. Models write texts as they are, and other values as JSON or in Python's syntax."""
     types = types_of(tool.properties.get(name)) if tool else set[str]()
     if types == {"string"}:
         return text
@@ -370,7 +376,7 @@ def _value_of(text: str, tool: Tool | None, name: str) -> Any:
 
 
 _OF_PYTHON = {"True": True, "False": False, "None": None}
-"""What templates make of such an argument of an earlier call, and models then write, too."""
+"""Python's words for values. Templates write arguments of earlier calls with them, so models may write them, too."""
 
 _TYPES: dict[str, Any] = {
     "string": str,
@@ -381,11 +387,11 @@ _TYPES: dict[str, Any] = {
     "integer": int,
     "number": (int, float),
 }
-"""Python's types of those of a schema."""
+"""Python's types for the types of a schema."""
 
 
 def joined(parts: Sequence[Part]) -> list[Part]:
-    """Parts of which neighbours of one kind, or of one call, are one."""
+    """Joins consecutive pieces of one kind, or of one call."""
     found: list[Part] = []
     for part in parts:
         if found and (found[-1].kind, found[-1].call) == (part.kind, part.call):

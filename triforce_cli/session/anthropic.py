@@ -1,8 +1,8 @@
-"""Anthropic's form of requests and answers: bodies of `/v1/messages`, a class for each object, and what is sent back.
+"""Anthropic's format of requests and answers: bodies of `/v1/messages`, with a class for each object, and responses.
 
-What a body asks for becomes an `AnswerRequest` with the same messages and tools as those in OpenAI's form (wire.py), so
-all behind it is one. A field that would change the answer and is not honoured is refused by name; null is as if left
-out.
+A body becomes an `AnswerRequest` with the same messages and tools as a body in OpenAI's format (wire.py), so the code
+behind it is the same. A field that would change the answer and is not supported is refused by name. Null means that a
+field is left out.
 """
 
 from __future__ import annotations
@@ -59,22 +59,22 @@ COUNT_TOKENS = f"{MESSAGES}/count_tokens"
 ENDPOINTS = (MESSAGES, COUNT_TOKENS)
 
 _NO_EFFECT = ("metadata", "service_tier", "cache_control", "inference_geo", "speed", "diagnostics", "user_profile_id")
-"""Fields of bodies that change no answer, whatever they hold."""
+"""Fields of bodies that do not change the answer, whatever their value."""
 
 _ERROR = "Error: "
-"""What the result of a call that has failed begins with: chat templates have no other place for that."""
+"""The beginning of the result of a failed call, because chat templates have no other place for this information."""
 
 
 _BETWEEN = "\n\n"
-"""What stands between texts that are blocks of their own."""
+"""The separator between the texts of separate blocks."""
 
 _ATTRIBUTION = "x-anthropic-billing-header:"
-"""What a text of the system message begins with by which Anthropic's clients name themselves. It is another one in each
-request, so that no prompt would begin as the one before, and says nothing to a model."""
+"""The beginning of a text of the system message in which Anthropic's clients identify themselves. The text is dropped:
+it differs in each request, so that no prompt would begin like the one before, and it is of no use to a model."""
 
 
 class _Object(ClientObject):
-    """An object that a client sends, which may have fields that change no answer."""
+    """An object that a client sends. It may have fields that do not change the answer."""
 
     without_effect: ClassVar[tuple[str, ...]] = ()
 
@@ -104,7 +104,7 @@ class ToolUse(_Object):
 
 
 class ToolResult(_Object):
-    """What a call gave."""
+    """The result of a call."""
 
     without_effect = ("cache_control",)
 
@@ -115,7 +115,7 @@ class ToolResult(_Object):
 
 
 class Thinking(_Object):
-    """What the model wrote before an answer."""
+    """The reasoning that the model wrote before an answer."""
 
     without_effect = ("signature",)
 
@@ -124,7 +124,7 @@ class Thinking(_Object):
 
 
 class RedactedThinking(_Object):
-    """The same, which nobody here can read."""
+    """Encrypted reasoning, which cannot be read here."""
 
     without_effect = ("data",)
 
@@ -146,7 +146,7 @@ _OF_ROLES = {
     "assistant": ("text", "tool_use", "thinking", "redacted_thinking"),
     "system": ("text",),
 }
-"""Blocks that messages of each role have."""
+"""The types of blocks that messages of each role may have."""
 
 
 def _block(given: Any) -> Block:
@@ -184,16 +184,17 @@ class GivenMessage(ClientObject):
 
 
 def _for_prompt(messages: Sequence[GivenMessage], *, in_parts: bool) -> Iterator[Message]:
-    """The messages as prompts are made of them. Neighbours of one role are one message; results of calls are messages
-    of their own, before what else the user says with them.
+    """The messages from which prompts are made. Consecutive messages of one role are joined. Results of calls become
+    separate messages, before the other content of the user's message.
 
-    Args: `in_parts`: whether texts of one message stay apart; else an empty line is between them.
+    Args:
+        in_parts: whether the texts of a message stay separate; otherwise, they are joined with an empty line.
 
     Raises:
-        BodyError: a result of no call.
+        BodyError: a result does not belong to a call.
     """
     names: dict[str, str] = {}
-    """Of the tools that were called, by the ids of the calls."""
+    """The names of the tools that were called, by the ids of the calls."""
     for role, group in groupby(enumerate(messages), lambda one: one[1].role):
         blocks = [(f"messages[{at}].content[{n}]", block) for at, one in group for n, block in enumerate(one.content)]
         calls = [block.call for _, block in blocks if isinstance(block, ToolUse)]
@@ -247,11 +248,11 @@ class CustomTool(ClientObject):
 
 
 class ToolChoice(ClientObject):
-    """Whether, and which, tool is to be called."""
+    """Whether a tool is to be called, and which."""
 
     type: Literal["auto", "any", "tool", "none"] = NEEDED
     name: Text | None = None
-    """Of `tool`."""
+    """The name of the tool, if the type is `tool`."""
     disable_parallel_tool_use: bool = False
 
     @property
@@ -268,7 +269,7 @@ class ToolChoice(ClientObject):
 
 
 class ThinkingConfig(_Object):
-    """Whether an answer is to begin with reasoning."""
+    """Whether an answer must begin with reasoning."""
 
     without_effect = ("budget_tokens", "display")
 
@@ -287,18 +288,18 @@ class OutputConfig(_Object):
     without_effect = ("effort",)
 
     format: Annotated[Schema, BeforeValidator(_json_format)] | None = None
-    """The JSON schema that the answer is to have."""
+    """The JSON schema that the answer must follow."""
 
 
 def _keeps_all(management: Any) -> bool:
-    """Whether a body's `context_management` leaves all messages as they are."""
+    """Whether a body's `context_management` leaves all messages unchanged."""
     edits = management.get("edits", []) if isinstance(management, dict) else None
     keeping = {"type": "clear_thinking_20251015", "keep": "all"}
     return isinstance(edits, list) and all(edit == keeping for edit in edits)
 
 
 class MessagesBody(AskingBody):
-    """A question, and what was said before it."""
+    """A question, and the messages before it."""
 
     messages: Annotated[list[GivenMessage], FailFast(), BeforeValidator(given_messages)] = NEEDED
     system: Texts = ()
@@ -311,16 +312,16 @@ class MessagesBody(AskingBody):
 
     @property
     def grammars(self) -> dict[str, Grammar]:
-        """The form that the answer is to have, by the field that asks for it."""
+        """The required form of the answer, by the field that asks for it."""
         schema = self.output_config.format
         return {} if schema is None else {"output_config.format": Grammar("json_schema", json.dumps(schema))}
 
     @property
     def conversation(self) -> tuple[Message, ...]:
-        """All messages as prompts are made of them.
+        """All messages from which prompts are made.
 
         Raises:
-            BodyError: a result of no call.
+            BodyError: a result does not belong to a call.
         """
         said = [text for text in self.system if not text.startswith(_ATTRIBUTION)]
         system = [Message.model_construct(role="system", content=(_BETWEEN.join(said),))] if any(said) else []
@@ -349,15 +350,15 @@ class MessagesBody(AskingBody):
 def messages_request(
     body: dict[str, Any], endpoint: str, options: AnsweringOptions, models: Collection[str]
 ) -> AnswerRequest:
-    """What a body asks for.
+    """Converts a body to a request.
 
     Args:
         endpoint: one of `ENDPOINTS`.
-        options: of the command, for what the body does not say.
-        models: names of the model that is loaded.
+        options: those of the command, which are used for fields that the body does not have.
+        models: the names of the loaded model.
 
     Raises:
-        BodyError: a field is missing, impossible, or would change the answer and is not honoured.
+        BodyError: a field is missing or impossible, or would change the answer and is not supported.
     """
     asked = validated(MessagesBody, body)
     if endpoint == MESSAGES and asked.max_tokens is None:
@@ -388,19 +389,19 @@ def messages_request(
 
 
 def message_head(model: str) -> dict[str, Any]:
-    """What an answer begins with, whole or streamed. `model` is its name."""
+    """The beginning of an answer, streamed or not. `model` is the name of the model."""
     return {"id": f"msg_{secrets.token_hex(12)}", "type": "message", "role": "assistant", "model": model}
 
 
 def message_body(request: AnswerRequest, model: str, answer: FinishedAnswer) -> dict[str, Any]:
-    """The answer to a request. `model` is its name."""
+    """The body with the answer to a request. `model` is the name of the model."""
     parts, called = parts_of(answer)
     content = [_whole_block(part) for part in parts]
     return {**message_head(model), "content": content, **ending(request, answer, called), **cost_of(answer)}
 
 
 def block_begin(part: Part) -> dict[str, Any]:
-    """The block that a part of an answer is, without its text."""
+    """The block for a part of an answer, without its text."""
     if part.call:
         return {"type": "tool_use", "id": part.call.id, "name": part.call.name, "input": {}}
     if part.kind == "reasoning":
@@ -416,8 +417,9 @@ def _whole_block(part: Part) -> dict[str, Any]:
 
 
 def _arguments(text: str) -> dict[str, Any]:
-    """Those of a call; of one that was cut, what there is of them, as clients read it from a stream. Models may write
-    what is no JSON, has numbers or letters that JSON cannot have, or is nested too deeply: then there are none."""
+    """The arguments of a call. Of a call that was cut, the arguments so far, as clients read them from a stream. Empty
+    if the model has not written JSON, if it has numbers or letters that JSON does not allow, or is nested too
+    deeply."""
     for read in (partial(json.loads, strict=False), partial(from_json, allow_partial=True)):
         with suppress(ValueError, RecursionError):
             found = read(text)
@@ -429,7 +431,7 @@ def _arguments(text: str) -> dict[str, Any]:
 
 
 def ending(request: AnswerRequest, end: AnswerEnd, called: bool) -> dict[str, Any]:
-    """Why an answer ended. `called`: whether it has calls, all of them whole."""
+    """The fields that say why an answer ended. `called`: whether it has calls, and all of them are complete."""
     if end.finish_reason == "length":
         reason = "max_tokens"
     elif end.stop in request.stops:
@@ -447,7 +449,8 @@ def cost_of(end: AnswerEnd) -> dict[str, Any]:
 
 
 def usage_of(read: int, cached: int, written: int) -> dict[str, Any]:
-    """Tokens: of the prompt those that had to be read and those that were known; of the answer."""
+    """The counts of tokens: tokens of the prompt that had to be read, tokens of the prompt that were in a cache, and
+    tokens of the answer."""
     return {
         "input_tokens": read,
         "cache_creation_input_tokens": 0,
@@ -464,11 +467,11 @@ _ERROR_TYPES = {
     429: "rate_limit_error",
     503: "overloaded_error",
 }
-"""In Anthropic's words, by status; others below 500 are `invalid_request_error`, from 500 on `api_error`."""
+"""Anthropic's types of errors, by status. Others are `invalid_request_error` below 500, and `api_error` from 500 on."""
 
 
 def message_error(error: BodyError) -> dict[str, Any]:
-    """Why a request was refused."""
+    """The body that says why a request was refused."""
     kind = _ERROR_TYPES.get(error.status, "api_error" if error.status >= 500 else "invalid_request_error")
     words = ""
     if error.code == "context_length_exceeded":  # agents do what helps where they read these words

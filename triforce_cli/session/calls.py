@@ -1,4 +1,4 @@
-"""How families of models write calls of tools: which family a chat template is of, and the grammar of its calls.
+"""How families of models write calls of tools: finds the family of a chat template, and makes the grammar of its calls.
 
 | style | families | a call |
 |---|---|---|
@@ -25,39 +25,40 @@ from ...tp.weights.tokenizer import Tokenizer
 OPENS, CLOSES = "<tool_call>", "</tool_call>"
 VALUE_END = "</parameter>"
 TOOL_CALLS, CALL_ID, ARGS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
-"""Mistral's."""
+"""The marks of Mistral's calls."""
 
 
 _BESIDE_SCHEMA = 64
-"""Bytes that a tool counts beside its schema: about what a grammar has of it."""
+"""Bytes that are counted for a tool in addition to its schema: approximately its size in a grammar."""
 
 
 @dataclass(frozen=True)
 class Tool:
-    """What a model may call."""
+    """A tool that a model may call."""
 
     name: str
     description: str
     parameters: Mapping[str, Any]
-    """The JSON schema of its arguments, an object."""
+    """The JSON schema of its arguments, which is that of an object."""
     strict: bool = False
-    """Whether the arguments must be of that schema also where the model decides whether to call."""
+    """Whether the arguments must follow the schema even if the model decides whether to call the tool."""
 
     @property
     def properties(self) -> Mapping[str, Any]:
-        """The schemas of single arguments."""
+        """The schemas of the single arguments."""
         found = self.parameters.get("properties")
         return found if isinstance(found, dict) else {}
 
     def for_reading(self, form: CallForm | None) -> Tool:
-        """What calls of a form are read by: arguments that are written one by one have types."""
+        """The tool with the data that are needed to read calls of a form: types, if arguments are written one by
+        one."""
         one_by_one = form is not None and form.style == "xml"
         types = {name: {"type": [*types_of(schema)]} for name, schema in self.properties.items()} if one_by_one else {}
         return Tool(self.name, "", {"properties": types})
 
     @property
     def for_template(self) -> dict[str, Any]:
-        """As chat templates take it."""
+        """The tool in the format of chat templates."""
         parameters = {"type": "object", "properties": {}, **self.parameters}
         described = {"name": self.name, "description": self.description, "parameters": parameters}
         return {"type": "function", "function": described}
@@ -65,22 +66,25 @@ class Tool:
 
 @dataclass(frozen=True)
 class AllowedCalls:
-    """Which calls an answer may have."""
+    """The calls that an answer may have."""
 
     tools: tuple[Tool, ...] = ()
     needed: bool = False
-    """Whether it must be calls, at least one."""
+    """Whether the answer must consist of calls, at least one."""
     several: bool = True
-    """Whether it may have more than one."""
+    """Whether the answer may have more than one call."""
 
     @property
     def takes_grammar(self) -> bool:
-        """Whether only a grammar ensures that."""
+        """Whether a grammar is needed to ensure this."""
         return self.needed or not self.several or not self.tools or any(tool.strict for tool in self.tools)
 
     def check(self) -> None:
-        """Raises:
-        GrammarError: the schema of a tool cannot be followed; the message says which one, and where in it.
+        """Checks the schemas of the tools.
+
+        Raises:
+            GrammarError: the schema of a tool is not supported; the message names the tool, and the place in the
+                schema.
         """
         followed = [Grammar("json_schema", json.dumps(one.parameters)) for one in self.tools if self._follows(one)]
         # Before each of them takes its time.
@@ -92,19 +96,20 @@ class AllowedCalls:
                 raise GrammarError(f"{tool.name}: {error}") from error
 
     def _follows(self, tool: Tool) -> bool:
-        """Whether calls of a tool must be of its schema."""
+        """Whether calls of a tool must follow its schema."""
         return self.needed or tool.strict
 
 
 @dataclass(frozen=True)
 class CallForm:
-    """The form of one family."""
+    """The form of the calls of one family."""
 
     style: Literal["json", "xml", "bare", "list", "named"]
 
     @classmethod
     def of(cls, tokenizer: Tokenizer) -> CallForm | None:
-        """That of a model, by its chat template; `None`: it has none for tools, or one that is not known here."""
+        """The form of a model, from its chat template; `None` if the template does not support tools, or has an unknown
+        form."""
         template = tokenizer.tool_template or ""
         if TOOL_CALLS in template:
             return cls("named" if ARGS in template else "list")
@@ -116,24 +121,25 @@ class CallForm:
 
     @property
     def opens(self) -> str:
-        """What calls begin with; nothing where they are the whole answer."""
+        """The mark with which calls begin; empty if they are the whole answer."""
         return {"json": OPENS, "xml": OPENS, "bare": ""}.get(self.style, TOOL_CALLS)
 
     @property
     def marks(self) -> tuple[str, ...]:
-        """What parts calls from all else."""
+        """The marks that separate calls from other text."""
         return {"json": (OPENS, CLOSES), "xml": (OPENS, CLOSES), "bare": (), "list": (TOOL_CALLS,)}.get(
             self.style, (TOOL_CALLS, CALL_ID, ARGS)
         )
 
 
 def call_grammar(form: CallForm, allowed: AllowedCalls, tokenizer: Tokenizer, answer_schema: str | None) -> Grammar:
-    """The grammar of answers with these calls, or without.
+    """The grammar of answers with these calls, or without calls.
 
-    Args: `answer_schema` is the JSON schema of an answer without calls; `None`: that is a text.
+    Args:
+        answer_schema: the JSON schema of an answer without calls; `None`: such an answer is a text.
 
     Raises:
-        GrammarError: an argument's schema has what cannot be followed, or all are too long.
+        GrammarError: the schema of an argument is not supported, or all schemas together are too long.
     """
     if form.style == "bare" and answer_schema is not None and allowed.tools:
         return Grammar("tools", _source({"start": json_rule(_call_or_answer(allowed, json.loads(answer_schema)))}))
@@ -166,7 +172,8 @@ class _Mark:
     """A mark in a grammar."""
 
     lark: str
-    """In Lark's syntax. A token is named by its number: texts of a grammar are spelled by ordinary tokens."""
+    """The mark in Lark's syntax. A control token is given by its number, because texts of a grammar consist of ordinary
+    tokens."""
     is_token: bool
 
     @classmethod
@@ -176,13 +183,13 @@ class _Mark:
 
 
 def _schema_of(tool: Tool, allowed: AllowedCalls) -> dict[str, Any]:
-    """That of a call's arguments."""
+    """The schema of a call's arguments."""
     return {"type": "object", **(tool.parameters if allowed.needed or tool.strict else {})}
 
 
 def _call_or_answer(allowed: AllowedCalls, answer: dict[str, Any]) -> str:
-    """The schema of an object that is a call or an answer: as two rules that both begin with a brace, their first
-    words would be taken for one another."""
+    """The schema of an object that is a call or an answer. Two separate rules would both begin with a brace, so their
+    first words could not be distinguished."""
     parts = {"answer": answer}
     one_of: list[Any] = [{"$ref": "#/$defs/answer"}]
     for index, tool in enumerate(allowed.tools):
@@ -196,7 +203,8 @@ def _call_or_answer(allowed: AllowedCalls, answer: dict[str, Any]) -> str:
 
 
 def _moved(schema: Any, part: str) -> Any:
-    """A schema whose references lead to the same places once it stands among the `$defs` of another one."""
+    """A schema with changed references, so that they lead to the same places when it is among the `$defs` of another
+    schema."""
     if isinstance(schema, list):
         return [_moved(one, part) for one in schema]
     if not isinstance(schema, dict):
@@ -213,20 +221,20 @@ def _source(rules: Mapping[str, str]) -> str:
 
 
 def _text(form: CallForm, allowed: AllowedCalls) -> str:
-    """A terminal of texts that nobody reads as calls: also where a mark is a token, it can be spelled otherwise."""
+    """A terminal of texts that cannot be read as calls. Even if a mark is a token, ordinary tokens could write it."""
     if form.opens:
         return _up_to(form.opens)
     return r"/\s*[^{\s](?s:.*)/" if allowed.tools else "/(?s:.+)/"
 
 
 def _up_to(end: str) -> str:
-    """What has no `end` in it. Before `end` in a terminal, it finds the first one."""
+    """A pattern for text without `end` in it. Before `end` in a terminal, it matches up to the first `end`."""
     escaped = "".join(f"\\{char}" if char in "[]/" else char for char in end).replace("\n", "\\n")
     return rf"(/(?s:.*)/ & ~/(?s:.*){escaped}(?s:.*)/)"
 
 
 def _calls(form: CallForm, first: str, marks: Mapping[str, _Mark], *, several: bool) -> str:
-    """Calls, at least one. `first` is what the first of them begins with."""
+    """The rule of calls, at least one. `first` is the beginning of the first call."""
     if form.style == "bare":
         return "call"
     opens = marks[form.opens].lark
@@ -242,7 +250,7 @@ def _calls(form: CallForm, first: str, marks: Mapping[str, _Mark], *, several: b
 
 
 def _json_call(form: CallForm, name: str, arguments: str, marks: Mapping[str, _Mark]) -> str:
-    """A call whose arguments are one object of JSON, by the rule `arguments`."""
+    """The rule of a call whose arguments are one JSON object, with the rule `arguments`."""
     if form.style == "named":
         return f"{json.dumps(name)} {marks[ARGS].lark} {arguments}"
     key = "parameters" if form.style == "bare" else "arguments"
@@ -282,12 +290,13 @@ def _xml_call(index: int, tool: Tool, of_schema: bool) -> dict[str, str]:
 
 
 def _limited_text(name: str, schema: Mapping[str, Any], text: str) -> str:
-    """A terminal of an argument that is written as it is.
+    """The terminal of an argument that is a text and is written without quotes.
 
-    Args: `text` is the terminal of any such argument.
+    Args:
+        text: the terminal of an unlimited argument of this kind.
 
     Raises:
-        GrammarError: its schema has what cannot be followed in such a text.
+        GrammarError: its schema is not supported for this kind of text.
     """
     values = schema.get("enum", [schema["const"]] if "const" in schema else None)
     if values is not None:
@@ -316,7 +325,7 @@ def _not_followed(name: str, what: str) -> GrammarError:
 
 
 def types_of(schema: Any) -> set[str]:
-    """The types that values of a schema can have, in its words; none: any."""
+    """The types that values of a schema can have, as named in schemas; empty: any type."""
     if not isinstance(schema, dict):
         return set()
     given = schema.get("type")

@@ -1,4 +1,4 @@
-"""The form that answers are to have, as options and clients ask for it."""
+"""The required form of answers, as options and clients give it."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from .calls import CallForm, Tool
 from .source import read_file, read_option
 
 _AT_THE_END = 4
-"""Tokens of a prompt among which a chat template has opened such a part, or closed an empty one; before these is what
-begins the answer."""
+"""The number of last tokens of a prompt in which a chat template may have opened reasoning, or closed empty reasoning.
+They follow the tokens that begin the answer."""
 
 
 def grammar_of_options(
     json_schema: Path | None, regex: str | None, grammar: Path | None, note: Callable[[str], None]
 ) -> Grammar | None:
-    """What `--json-schema`, `--regex` or `--grammar` ask for.
+    """The grammar of `--json-schema`, `--regex` or `--grammar`; `None` without these options.
 
     Raises:
-        UsageError: several of them, or a grammar that cannot be followed.
-        TriforceError: a file that cannot be read.
+        UsageError: several of these options are given, or the grammar is not supported.
+        TriforceError: a file cannot be read.
     """
     given = {"--json-schema": json_schema, "--regex": regex, "--grammar": grammar}
     named = [name for name, value in given.items() if value is not None]
@@ -43,8 +43,11 @@ def grammar_of_options(
 
 
 def reasoning_of(token_ids: Sequence[int], tokenizer: Tokenizer) -> Reasoning | None:
-    """What the model may write before its answer to a question, where `THINKS` and `THOUGHT` are tokens. The prompt,
-    `token_ids`, may have opened it, or closed it, where nothing is written."""
+    """The reasoning that the model may write before its answer, if `THINKS` and `THOUGHT` are tokens of the model.
+
+    Args:
+        token_ids: the prompt. It may have opened the reasoning; or it may have closed it, so that there is none.
+    """
     if tokenizer.render is None:
         return None
     opens, closes = (tokenizer.encode(text, False) for text in (THINKS, THOUGHT))
@@ -59,12 +62,12 @@ def reasoning_of(token_ids: Sequence[int], tokenizer: Tokenizer) -> Reasoning | 
 def syntax_of(
     token_ids: Sequence[int], tokenizer: Tokenizer, form: CallForm | None = None, tools: Sequence[Tool] = ()
 ) -> AnswerSyntax:
-    """How the answer to a prompt of the chat template is to be read.
+    """How the parts of the answer to a prompt of the chat template are found.
 
     Args:
-        token_ids: the prompt's.
-        form: of the calls that it may have; `None`: it has none.
-        tools: those that the prompt describes.
+        token_ids: the prompt.
+        form: that of the calls that the answer may have; `None`: it has no calls.
+        tools: the tools that the prompt describes.
     """
     reasoning = reasoning_of(token_ids, tokenizer)
     return AnswerSyntax(reasoning and reasoning.is_open, form, {tool.name: tool.for_reading(form) for tool in tools})

@@ -1,4 +1,4 @@
-"""What `logprobs` asks for: the target's own probabilities of an answer's tokens, in OpenAI's two forms."""
+"""The field `logprobs`: the target's own probabilities of an answer's tokens, in OpenAI's two formats."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from ...offload.speculation.sampling import TokenLogprobs
 
 Entry = dict[str, Any]
-"""A token as chat completions describe it: `token`, `logprob`, `bytes`, `top_logprobs`."""
+"""A token in the format of chat completions: `token`, `logprob`, `bytes`, `top_logprobs`."""
 
 
 def entries(
@@ -16,7 +16,8 @@ def entries(
 ) -> list[Entry]:
     """An entry for each token.
 
-    Args: `left_out` are tokens that are no part of an answer: those that end it.
+    Args:
+        left_out: tokens that are not part of an answer, because they end it.
     """
 
     def one(token: int, logprob: float) -> Entry:
@@ -34,9 +35,10 @@ def entries(
 
 
 def logprobs_field(found: Sequence[Entry] | None, chat: bool, offset: int = 0) -> dict[str, Any] | None:
-    """`logprobs` of a choice: of a chat or of a completion; `None` where none were asked for.
+    """`logprobs` of a choice, for a chat or for a completion; `None` if they were not asked for.
 
-    Args: `offset` is the length of the completion's text before.
+    Args:
+        offset: the length of the completion's text before these tokens.
     """
     if found is None:
         return None

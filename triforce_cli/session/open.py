@@ -1,5 +1,5 @@
-"""From options to a loaded engine: configuration and tokenizer of models whose files are there, the engine, and what
-ranks above 0 do; what commands share."""
+"""From options to a loaded engine: configuration and tokenizer of models whose files are present, the engine, and the
+work of ranks above 0. Used by several commands."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from ..options import EngineOptions
 from ..terminal.streams import BestEffortStream, print_note
 
 ROOM = 4_096
-"""Tokens that a cache has room for beyond a run that others will go on from."""
+"""The number of additional tokens that a cache has room for, if later runs continue from a run."""
 
 
 def stderr_console() -> Console:
-    """What is for people goes there; a reader that goes away stops nothing."""
+    """The console for messages to people. If its reader ends, nothing is stopped."""
     return Console(file=cast(IO[str], BestEffortStream(sys.stderr)), highlight=False)
 
 
@@ -34,22 +34,23 @@ def open_pair(
     template_args: Iterable[tuple[str, Any]] | None = None,
     rope_scaling: str | None = None,
 ) -> tuple[ModelConfig, Tokenizer]:
-    """The target's configuration and tokenizer, once target and draft are known to fit together.
+    """Checks that target and draft fit together, and returns the target's configuration and tokenizer.
 
     Args:
-        directories: the target's and the draft's.
-        template_args: variables that its chat template is given.
+        directories: those of the target and the draft.
+        template_args: variables for the chat template.
         rope_scaling: see `Settings`.
 
     Raises:
-        ModelError: they do not, or one cannot be read.
-        UsageError: the template has no such variable.
+        ModelError: the models do not fit together, or one cannot be read.
+        UsageError: the template does not have one of the variables.
     """
     return check_pair(*directories, rope_scaling), Tokenizer.load(directories[0]).with_arguments(template_args)
 
 
 def load_engine(options: EngineOptions, capacity: int | None, room: int = 0) -> Engine:
-    """The engine that `options` ask for, checked to hold `capacity` tokens, if those are known; see `Engine.load`."""
+    """Loads the engine that `options` ask for. Checks that it has room for `capacity` tokens, if `capacity` is known;
+    see `Engine.load`."""
     engine = Engine.load(
         options.model,
         draft=options.draft,
@@ -65,7 +66,8 @@ def load_engine(options: EngineOptions, capacity: int | None, room: int = 0) -> 
 
 
 def report_ranks(engine: Engine) -> None:
-    """How several GPUs reach one another, on rank 0: said before they first do, as a run may hang there."""
+    """Prints, on rank 0, how several GPUs are connected. It is printed before they first communicate, because a run may
+    hang there."""
     ranks = engine.target.ranks
     if ranks.size > 1 and ranks.rank == 0 and engine.target.device.type == "cuda":
         from ...tp.gpu_links import connection_in_words
@@ -74,7 +76,7 @@ def report_ranks(engine: Engine) -> None:
 
 
 def engine_in_words(engine: Engine, model: str) -> str:
-    """Which model computes in which number format where. `model` is as it was asked for."""
+    """Describes the model, its dtype and the device. `model` is the model as given by the user."""
     target, ranks = engine.target, engine.target.ranks.size
     where = device_name(target.device)
     where = f"{ranks} ranks, each on {where}" if ranks > 1 else where
@@ -89,9 +91,11 @@ def engine_in_words(engine: Engine, model: str) -> str:
 
 
 def follow_rank_0(options: EngineOptions, *, goes_on: bool = False) -> None:
-    """What a rank above 0 does: it computes the same steps, and reads, prints and writes nothing.
+    """Runs a rank above 0. It computes the same steps as rank 0, and reads, prints and writes nothing.
 
-    Args: `goes_on` is whether rank 0 starts runs that go on from one another, also after one that did not fit.
+    Args:
+        goes_on: whether rank 0 starts several runs, each of which continues from the one before, even after a run that
+            did not fit.
 
     Raises:
         TriforceError: as on rank 0, or another rank has ended.

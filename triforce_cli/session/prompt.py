@@ -1,9 +1,9 @@
-"""Prompts: texts, questions and saved contexts become token ids, by one rule for all commands.
+"""Makes prompts: converts texts, questions and saved contexts to token ids, by one rule for all commands.
 
-A text and a question that are given as two (options, a saved context, two parts of a message) are encoded apart, the
-text as `triforce read` encodes it; what is given as one is encoded whole. A question is put by the model's chat
-template; a model without one gets it as `Question: … Answer:`. All of them are content: a control token that they spell
-stays text (`Tokenizer.as_content`).
+If a text and a question are given separately (as options, a saved context, or two parts of a message), they are encoded
+separately, and the text in the same way as by `triforce read`. Otherwise, all is encoded as a whole. A question is
+rendered with the model's chat template; without a template, it becomes `Question: … Answer:`. Texts and questions are
+content: names of control tokens in them stay text (`Tokenizer.as_content`).
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ _TEXT_LEFT_OUT = "the model's chat template leaves the text out; give the questi
 
 @dataclass(frozen=True)
 class Prompt:
-    """Token ids for the engine, and how what follows them becomes text."""
+    """Token ids for the engine, and how the tokens after them become text."""
 
     token_ids: Sequence[int]
     answers: bool = False
-    """Whether what follows answers a question; else it continues the text."""
+    """Whether the following tokens answer a question; otherwise, they continue the text."""
     stops: tuple[str, ...] = ()
-    """Texts that what follows ends before."""
+    """The stop texts: the answer ends before the first of them."""
     text_tokens: int | None = None
-    """How many leading ids are the text without the question; `None` for all."""
+    """How many ids at the beginning are the text without the question; `None`: all."""
     dropped: int = 0
-    """Tokens of the text that were left out."""
+    """The number of tokens of the text that were left out."""
     syntax: AnswerSyntax = PLAIN
-    """How the text of an answer is to be read."""
+    """How the parts of an answer's text are found."""
     grammar: Grammar | None = None
-    """The form that what follows is to have."""
+    """The required form of the answer."""
 
 
 @dataclass(frozen=True)
@@ -54,20 +54,21 @@ class Context:
 
     token_ids: list[int]
     frame: Frame
-    """What surrounds it."""
+    """The text around it."""
     line_ends: str
-    """What stands between it and the first question."""
+    """The line ends between it and the first question."""
     name: str
-    """In words, for people."""
+    """A description for people."""
 
     @classmethod
     def read(
         cls, text: str, name: str, tokenizer: Tokenizer, *, system: str | None = None, raw: bool = False
     ) -> Context:
-        """A text as the beginning of a user's message in the chat template; alone if `raw`, or if the model has none.
+        """A text as the beginning of a user's message in the chat template; the text alone if `raw`, or if the model
+        has no chat template.
 
         Raises:
-            UsageError: `system` where there is no such message; a text without tokens.
+            UsageError: `system` is given, but there is no place for a system message; or the text has no tokens.
         """
         frame = Frame(chat=tokenizer.render is not None and not raw, system=system)
         if system and not frame.chat:
@@ -82,23 +83,25 @@ class Context:
 
     @classmethod
     def saved(cls, name: str, tokenizer: Tokenizer, config: ModelConfig) -> Context:
-        """Raises:
-        ContextError: see `saved_text`.
+        """The saved context `name`.
+
+        Raises:
+            ContextError: see `saved_text`.
         """
         token_ids, frame = saved_text(name, config)
         return cls(token_ids, frame, line_ends_behind(tokenizer.decode(token_ids[-16:])), f"the context {name}")
 
 
 def line_ends_behind(text: str) -> str:
-    """Line ends that part a text from a question."""
+    """The line ends that separate a text from a question."""
     return "\n" * (2 - min(2, len(text) - len(text.rstrip("\n"))))
 
 
 def saved_text(name: str, config: ModelConfig) -> tuple[list[int], Frame]:
-    """The ids of a saved context, and what surrounds its text.
+    """The ids of a saved context, and the frame of its text.
 
     Raises:
-        ContextError: there is no such context; it is another model's, damaged, or not complete.
+        ContextError: the context does not exist, belongs to another model, is damaged, or is not complete.
     """
     from ...offload.contexts.home import user_store
 
@@ -120,9 +123,10 @@ def saved_text(name: str, config: ModelConfig) -> tuple[list[int], Frame]:
 
 @lru_cache(maxsize=1)
 def _token_ids(root: Path, name: str, created: float, saved: int) -> tuple[list[int], int]:
-    """The ids of a saved context and the largest of them, kept for the next question about it.
+    """The ids of a saved context and the largest of them, cached for the next question about it.
 
-    Args: `created` and `saved` are the manifest's: under its name another text may be saved later.
+    Args:
+        created, saved: those of the manifest. They differ if another text is saved under the name later.
     """
     from ...offload.contexts.store import ContextStore
 
@@ -136,25 +140,26 @@ class QuestionForm:
 
     template: Callable[[Messages], str] | None
     frame: Frame
-    """What surrounds the context's text, if there is one."""
+    """The text around the context's text, if there is one."""
     placeholder: str = ""
-    """A random word that the template is given in place of the context's text, by which its place is found again: in a
-    message of the user, or in the last answer where the context is a conversation."""
+    """A random word that replaces the context's text in the template, so that the place of the text can be found. It is
+    in a message of the user or, if the context is a conversation, in the last answer."""
     line_ends: str = ""
-    """Those between the context's text and a question."""
+    """The line ends between the context's text and a question."""
     as_content: Callable[[str], str] = str
-    """The tokenizer's."""
+    """See `Tokenizer.as_content`."""
 
     @classmethod
     def of(cls, tokenizer: Tokenizer, context: Context | None = None, system: str | None = None) -> QuestionForm:
-        """The form for a model and what questions are about: by the chat template where there is one and the context
-        stands in it.
+        """The form for a model, and for the text that questions are about. It uses the chat template if there is one
+        and the context is in it.
 
-        Args: `system` is a message before the first question; that of a context is its own.
+        Args:
+            system: a message before the first question. A context has its own.
 
         Raises:
-            UsageError: a system message that has no place.
-            TriforceError: the template leaves the text out.
+            UsageError: there is no place for the system message.
+            TriforceError: the template leaves out the text.
         """
         frame = context.frame if context else Frame(chat=True, system=system)
         placeholder, line_ends = (f"text-{secrets.token_hex(8)}", context.line_ends) if context else ("", "")
@@ -169,21 +174,21 @@ class QuestionForm:
 
     @property
     def stops(self) -> tuple[str, ...]:
-        """Texts that an answer ends before."""
+        """The stop texts of an answer."""
         return () if self.template else ("\nQuestion:",)
 
     @property
     def begins_text(self) -> bool:
-        """Whether the tokenizer has to add the tokens that begin a text (BOS): the form itself has none."""
+        """Whether the tokenizer must add the tokens that begin a text (BOS), because the form does not include them."""
         return self.template is None
 
     @property
     def answered_frame(self) -> Frame:
-        """Of a saved context that holds a conversation up to an answer's last token."""
+        """The frame of a saved context that contains a conversation up to the last token of an answer."""
         return Frame(system=self.frame.system, answered=True) if self.template else NO_FRAME
 
     def render(self, exchanges: Sequence[Exchange], question: str) -> str:
-        """All before the answer to `question`."""
+        """The whole text before the answer to `question`."""
         before = self.placeholder + self.line_ends
         if self.template is None:
             texts = [*exchanges, (question, "")]
@@ -199,7 +204,7 @@ class QuestionForm:
         return self.template([*messages, message("user", before + question)])
 
     def split_around_text(self, exchanges: Sequence[Exchange], question: str) -> tuple[str, str]:
-        """What stands before the context's text, and behind it up to the answer to `question`."""
+        """The text before the context's text, and the text after it up to the answer to `question`."""
         before, found, after = self.render(exchanges, question).partition(self.placeholder)
         if not found:
             raise TriforceError(_TEXT_LEFT_OUT)
@@ -208,7 +213,7 @@ class QuestionForm:
     def prompt(
         self, exchanges: Sequence[Exchange], question: str, context: Context | None, tokenizer: Tokenizer
     ) -> Prompt:
-        """That of a question about a context, if there is one, after earlier questions and their answers."""
+        """The prompt of a question about a context, if there is one, after earlier questions and their answers."""
         if context is None:
             return Prompt(tokenizer.encode(self.render(exchanges, question), self.begins_text), True, self.stops)
         rest = encode_behind(self.split_around_text(exchanges, question)[1], tokenizer)
@@ -216,7 +221,8 @@ class QuestionForm:
 
 
 def encode_behind(text: str, tokenizer: Tokenizer) -> list[int]:
-    """The ids of a text that stands behind another one. Some tokenizers put a space before the first word they get."""
+    """The ids of a text that follows another text. This matters because some tokenizers put a space before the first
+    word."""
     anchor, both = tokenizer.encode("x", False), tokenizer.encode(f"x{text}", False)
     return both[len(anchor) :] if both[: len(anchor)] == anchor else tokenizer.encode(text, False)
 
@@ -229,8 +235,9 @@ def build_prompts(
     max_new_tokens: int,
     truncate: str = "error",
 ) -> list[Prompt | TriforceError]:
-    """The prompts of several questions about one text, `None` for its continuation; each as `build_prompt` makes it, or
-    why it cannot be made. Where the text has to be cut, all get the same part of it, which is then read once.
+    """The prompts of several questions about one text; the question `None` is its continuation. Each is the result of
+    `build_prompt`, or its error. If the text must be cut, all prompts get the same part of it, so that it has one
+    prefill.
     """
 
     def build(ask: str | None, drop: int) -> Prompt | TriforceError:
@@ -260,13 +267,13 @@ def build_prompt(
     """The ids of a text and of the question about it, if there is one, cut to the model's positions.
 
     Args:
-        truncate: the part of the text that is cut: `head`, `tail` or `middle`; `error` refuses what is too long.
-        drop: tokens of the text to drop at least (not of a saved one).
+        truncate: the part of the text that is cut: `head`, `tail` or `middle`; `error` refuses a text that is too long.
+        drop: the minimum number of tokens of the text to drop (not of a saved context).
 
     Raises:
-        CapacityError: too long, with `error`, or a question that leaves no room.
+        CapacityError: the text is too long, with `error`, or the question leaves no room for it.
         ContextError: see `saved_text`.
-        UsageError: a saved context that needs a question; no token.
+        UsageError: the saved context needs a question; or the text has no token.
     """
     from ...offload.checks import check_context
 
@@ -314,7 +321,7 @@ def build_prompt(
 
 
 def _surroundings(text: str, ask: str | None, tokenizer: Tokenizer) -> tuple[str, str, QuestionForm | None]:
-    """What stands before a text and behind it, where a question is asked about it."""
+    """The texts before and after a text about which a question is asked, and the form of the question."""
     if ask is None:
         return "", "", None
     frame = Frame(chat=tokenizer.render is not None)
@@ -336,20 +343,20 @@ def cut(tokens: list[int], room: int, part: str) -> list[int]:
 
 @dataclass(frozen=True)
 class LongPrompt:
-    """Tokens to read contexts of several lengths from."""
+    """Tokens from which contexts of several lengths are taken."""
 
     token_ids: list[int]
     name: str
-    """Where they are from."""
+    """A description of their origin."""
     text_tokens: int
-    """How many the text has; where there are more, it is repeated."""
+    """The number of tokens of the text. If there are more tokens, the text is repeated."""
 
 
 def long_prompt(source: Source, tokenizer: Tokenizer, config: ModelConfig, tokens: int) -> LongPrompt:
-    """The first `tokens` tokens of a text, which is repeated where it is too short; a built-in one is taken whole.
+    """The first `tokens` tokens of a text, which is repeated if it is too short. A built-in text is used completely.
 
     Raises:
-        UsageError: the text gives no token.
+        UsageError: the text has no token.
         ContextError: see `saved_text`.
     """
     if source.context is not None:

@@ -1,4 +1,4 @@
-"""Messages on stderr: what will run, the progress of reading the prompt, and the statistics of a run."""
+"""Messages on stderr: the settings of a run, the progress of the prefill, and the statistics of a run."""
 
 from __future__ import annotations
 
@@ -27,15 +27,17 @@ NO_TEMPLATE = "--template-arg changes nothing here: the model's chat template is
 AS_PLAIN_TEXT = "the model gets questions and answers as plain text (Question: … Answer: …)"
 
 SECONDS_BETWEEN_LINES = 5.0
-"""Of progress where no terminal is."""
+"""Seconds between two lines about progress, if there is no terminal."""
 
 
 def report_choices(
     console: Console, engine: Engine, model: str, source: str, prompt: Prompt, max_new_tokens: int, answers: int = 1
 ) -> None:
-    """What is about to run where, in a few lines.
+    """Prints the model, the device and the settings of a run in a few lines, before the run.
 
-    Args: `answers` are to be written together, of which `prompt` has the longest prompt.
+    Args:
+        prompt: the longest prompt.
+        answers: how many answers are written together.
     """
     from ...offload.planning.memory import available_bytes
     from ...tp.matrices import num_parameters
@@ -74,7 +76,7 @@ def report_choices(
 
 
 def report_context(run: Generation | BatchSequence) -> None:
-    """What a saved context saves a run from reading."""
+    """Prints how much prefill a saved context saves a run."""
     saved = run.saved
     if saved and saved.prefix:
         print_note(f"starts from the saved context {saved.prefix.name}: {saved.prefix.tokens:,} tokens need no prefill")
@@ -82,12 +84,12 @@ def report_context(run: Generation | BatchSequence) -> None:
 
 @dataclass(frozen=True)
 class StartProgress:
-    """Functions to call with the share that is done, 0 to 1, of what comes before the first token."""
+    """Functions that show the progress before the first token. They are called with the finished share, 0 to 1."""
 
     memory: Callable[[float], None]
-    """Of taking host memory."""
+    """For allocating host memory."""
     prefill: Callable[[float], None]
-    """Of reading the prompt."""
+    """For the prefill."""
 
 
 NO_PROGRESS = StartProgress(lambda share: None, lambda share: None)
@@ -96,8 +98,13 @@ NO_PROGRESS = StartProgress(lambda share: None, lambda share: None)
 
 @contextmanager
 def start_progress(console: Console, tokens: int) -> Iterator[StartProgress]:
+<<<<<<< HEAD
     """Shows it as a bar with the time left, or as lines where no terminal is."""
     names = "taking host memory for the KV cache", f"prefill of {tokens:,} tokens"
+=======
+    """Shows the progress as a bar with the time left, or as lines if there is no terminal."""
+    names = "taking host memory for the KV cache", f"reading {tokens:,} tokens"
+>>>>>>> ced2c9851064af0ae93fd77a940b7ea060c755f3
     if not console.is_terminal:
         yield StartProgress(*map(progress_lines, names))
         return
@@ -121,7 +128,7 @@ def _update(progress: Progress, task: TaskID, share: float) -> None:
 
 
 def progress_lines(what: str) -> Callable[[float], None]:
-    """A function to call with the share that is done, 0 to 1, which says so in a line now and then."""
+    """A function that is called with the finished share, 0 to 1, and prints it in a line from time to time."""
     began = told = time.monotonic()
 
     def on_progress(share: float) -> None:
@@ -136,7 +143,7 @@ def progress_lines(what: str) -> Callable[[float], None]:
 
 
 def with_text(stats: dict[str, Any], text: str) -> dict[str, Any]:
-    """The JSON, with what the engine does not know: the text behind its token ids, the threads of this process."""
+    """The JSON with additional data that the engine does not have: the text, and the threads of this process."""
     import torch
 
     document: dict[str, Any] = {}
@@ -150,7 +157,7 @@ def with_text(stats: dict[str, Any], text: str) -> dict[str, Any]:
 
 
 def report_statistics(console: Console, stats: dict[str, Any]) -> None:
-    """The JSON of a run in a few lines."""
+    """Prints the JSON of a run in a few lines."""
     tbt, accepted, seconds = stats["tbt_ms"], stats["acceptance"], stats["time_s"]
     read, memory, settings = stats["kv_read"], stats["memory"], stats["settings"]
     endings = {"length": "to the length asked for", "eos": "to the end of the text", "interrupted": "interrupted"}
@@ -184,29 +191,29 @@ def report_statistics(console: Console, stats: dict[str, Any]) -> None:
 
 
 def describe_link(link: dict[str, Any]) -> str:
-    """What crossed the link, from the JSON."""
+    """Describes the traffic over the link, from the JSON."""
     crossed = f"{link['bytes_streamed'] / 1e9:.2f} GB{_at(link['gb_per_s'])}"
     return f"{crossed}; computation waited {link['waited_s']:.2f} s"
 
 
 def describe_disk(disk: dict[str, Any]) -> str:
-    """What was read from a disk, from the JSON."""
+    """Describes the reads from a disk, from the JSON."""
     return f"{disk['bytes_read'] / 1e9:.2f} GB read{_at(disk['gb_per_s'])}; computation waited {disk['waited_s']:.2f} s"
 
 
 def describe_memory(memory: dict[str, Any]) -> str:
-    """The most that was held, from the JSON."""
+    """Describes the peak memory, from the JSON."""
     device = f", on the device {gib(memory['device_peak_bytes'])}" if memory["device_peak_bytes"] else ""
     return f"peak {gib(memory['host_peak_bytes'])}{device}"
 
 
 def _at(gb_per_s: float | None) -> str:
-    """A speed, if it is known."""
+    """Describes a speed; empty if it is not known."""
     return "" if gb_per_s is None else f" at {gb_per_s:.1f} GB/s"
 
 
 def print_rows(console: Console, rows: dict[str, str]) -> None:
-    """Labels and values; a terminal wraps values beside their labels, a log keeps lines whole."""
+    """Prints labels and values. A terminal wraps values beside their labels; a log gets whole lines."""
     from rich.table import Table
     from rich.text import Text
 
@@ -221,9 +228,10 @@ def print_rows(console: Console, rows: dict[str, str]) -> None:
 
 
 def report_several(console: Console, document: dict[str, Any], names: Sequence[str]) -> None:
-    """The JSON of a batch.
+    """Prints the JSON of a batch.
 
-    Args: `names` are those of its sequences.
+    Args:
+        names: the names of its sequences.
     """
     sequences = document["sequences"]
     failed = sum("error" in one for one in sequences)
@@ -249,7 +257,7 @@ def report_several(console: Console, document: dict[str, Any], names: Sequence[s
 
 
 def _cells(number: int, one: dict[str, Any], name: str) -> list[str]:
-    """A sequence as a row of the table; what it has not come to is left out."""
+    """A sequence as a row of the table. Cells for stages that it has not reached are `-`."""
     if "error" in one:
         return [str(number), "-", "error", "-", "-", "-", name]
     tbt = f"{one['tbt_ms']['mean']:.1f}" if one.get("rounds") else "-"

@@ -1,4 +1,5 @@
-"""Prompts and tasks of what clients send: completions and messages, behind a saved context where one is named."""
+"""Makes prompts and tasks from the requests of clients: completions and messages, after a saved context if one is
+named."""
 
 from __future__ import annotations
 
@@ -21,22 +22,22 @@ from .session import Task
 from .wire import COMPLETION, MAX_WRITTEN_DEPTH, AnswerRequest, BodyError, Message, depth_of
 
 _THINKS = "enable_thinking"
-"""The variable by which chat templates are told whether answers begin with reasoning."""
+"""The variable that tells chat templates whether answers begin with reasoning."""
 
 TIMES_POSITIONS = 4
-"""So many times the model's positions the prompts of one request may have as tokens."""
+"""The prompts of one request may together have this many times the model's positions as tokens."""
 
 
 def request_task(
     request: AnswerRequest, prompts: Sequence[Prompt], number: int, owner: Any, save: str | None = None
 ) -> Task:
-    """What the engine is to do for one of a request's answers.
+    """The engine's task for one answer of a request.
 
     Args:
-        prompts: the request's.
-        number: of the answer, from 0, as `AnswerRequest.n` has it. What is drawn for it is what its prompt alone gets.
-        owner: whatever the command knows it by.
-        save: the name of the context that the prompt is saved as, if it is.
+        prompts: those of the request.
+        number: that of the answer, from 0, see `AnswerRequest.n`. Its tokens are drawn as if its prompt were alone.
+        owner: any object by which the command identifies the task.
+        save: the name of the context as which the prompt is saved, if it is saved.
     """
     contexts = ContextRequest(name=request.context, find=request.context is None, save=save, origin="client")
     prompt = prompts[number // request.n]
@@ -54,11 +55,11 @@ def request_task(
 
 
 def request_prompts(request: AnswerRequest, tokenizer: Tokenizer, config: ModelConfig) -> tuple[Prompt, ...]:
-    """The prompts of a checked request: one, but of a completion that has several.
+    """The prompts of a checked request: one, or several for a completion.
 
     Raises:
-        BodyError: messages in an order that has no form here, no token, more than the model has positions for, a saved
-            context that cannot be used, or a grammar that cannot be followed.
+        BodyError: the order of messages is not supported; a prompt has no token, or more than the model has positions
+            for; the saved context cannot be used; or the grammar is not supported.
         ModelError: the chat template fails.
     """
     context = None
@@ -87,7 +88,7 @@ def request_prompts(request: AnswerRequest, tokenizer: Tokenizer, config: ModelC
 
 @contextmanager
 def grammar_errors(field: str | None) -> Iterator[None]:
-    """Has a grammar that cannot be followed refused by the field that asks for it."""
+    """Within this context, an unsupported grammar becomes an error of the field that asks for it."""
     try:
         yield
     except GrammarError as error:
@@ -95,11 +96,11 @@ def grammar_errors(field: str | None) -> Iterator[None]:
 
 
 def _checked(name: str, prompt: Prompt, request: AnswerRequest, config: ModelConfig) -> Prompt:
-    """A prompt, of the field `name`, with the stop texts of its request. Its tokens take four bytes each, where a list
-    of numbers takes 36: many may wait.
+    """Checks a prompt of the field `name`, and adds the stop texts of its request. Its tokens are stored in four bytes
+    each instead of the 36 of a list, because many prompts may wait.
 
     Raises:
-        BodyError: no token, or more than the model has positions for.
+        BodyError: it has no token, or more than the model has positions for.
     """
     tokens, positions = len(prompt.token_ids), config.max_position_embeddings
     if not tokens:
@@ -121,7 +122,7 @@ def _checked(name: str, prompt: Prompt, request: AnswerRequest, config: ModelCon
 def _text_prompt(
     name: str, text: str | list[int], context: Context | None, tokenizer: Tokenizer, config: ModelConfig
 ) -> Prompt:
-    """The prompt of a completion: a text as it is, or token ids, behind that of the context."""
+    """The prompt of a completion: a text unchanged, or token ids, after the text of the context."""
     before = context.token_ids if context else []
     if not isinstance(text, str):
         unknown = [token for token in text if not 0 <= token < config.vocab_size]
@@ -134,8 +135,8 @@ def _text_prompt(
 
 
 def _message_prompt(request: AnswerRequest, context: Context | None, tokenizer: Tokenizer) -> Prompt:
-    """The prompt of messages. Where the user's first message has several parts, the first part is a text and the
-    others are a question about it."""
+    """The prompt of messages. If the user's first message has several parts, the first part is a text, and the others
+    are a question about it."""
     messages, arguments, name = request.messages, request.template_arguments, "chat_template_kwargs"
     if request.thinks is not None and _THINKS in tokenizer.template_arguments:
         arguments = {_THINKS: request.thinks, **arguments}
@@ -171,7 +172,7 @@ def _with_syntax(
 
 
 def _tool_prompt(request: AnswerRequest, context: Context | None, tokenizer: Tokenizer) -> Prompt:
-    """The prompt of messages that are about tools, all of it from the chat template."""
+    """The prompt of messages about tools. The chat template makes all of it."""
     about, given = ("tools", "is given") if request.tools else ("messages", "has tool calls or their results")
     if context is not None:
         says = "a saved context comes before the place where the chat template puts tools"
@@ -198,10 +199,10 @@ def _tool_prompt(request: AnswerRequest, context: Context | None, tokenizer: Tok
 
 
 def _rendered(request: AnswerRequest, render: Callable[..., str]) -> str:
-    """What the chat template makes of messages about tools.
+    """Renders messages about tools with the chat template.
 
     Raises:
-        ModelError: it fails.
+        ModelError: the template fails.
     """
     names: dict[str, str] = {}  # of called tools, by the ids of the calls
     messages = list[dict[str, Any]]()
@@ -222,8 +223,8 @@ def _rendered(request: AnswerRequest, render: Callable[..., str]) -> str:
 
 
 def _with_texts_in_results(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The messages, with a text of the user behind the result of a call as part of that: some templates want the
-    model's answer next."""
+    """The messages, in which a user's text after the result of a call becomes part of that result. Some templates
+    require that the model's answer follows the result."""
     found: list[dict[str, Any]] = []
     for one in messages:
         if one["role"] == "user" and found and found[-1]["role"] == "tool":
@@ -234,9 +235,10 @@ def _with_texts_in_results(messages: Sequence[dict[str, Any]]) -> list[dict[str,
 
 
 def _for_template(one: Message, names: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """A message as chat templates take it.
+    """A message in the format of chat templates.
 
-    Args: `names` are those of the tools that were called, by the ids of the calls.
+    Args:
+        names: those of the tools that were called, by the ids of the calls.
     """
     given: dict[str, Any] = {"role": one.role, "content": one.text}
     if one.reasoning_content:
@@ -255,8 +257,8 @@ def _for_template(one: Message, names: Mapping[str, str] | None = None) -> dict[
 
 
 def _as_object(arguments: str) -> Any:
-    """Arguments as templates take them, where they are JSON that is not nested too deeply for programs that go through
-    it; what a model has written may be none."""
+    """The arguments as an object for templates, if they are JSON and not nested too deeply; otherwise the text. A model
+    may have written something that is not JSON."""
     try:
         found = json.loads(arguments) if arguments.strip() else {}
     except (ValueError, RecursionError):
@@ -266,7 +268,7 @@ def _as_object(arguments: str) -> Any:
 
 
 def _has_text(messages: Sequence[Message]) -> bool:
-    """Whether messages are in the order of questions and answers, the first of which has a text before it."""
+    """Whether messages are questions and answers in turn, and the first question has a text before it."""
     users = [one for one in messages if one.role == "user"]
     return bool(users) and len(users[0].content) > 1 and _is_in_turns(messages)
 

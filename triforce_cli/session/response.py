@@ -1,4 +1,4 @@
-"""The body of a response in OpenAI's form: choices, usage, and the timings that llama.cpp's server gives."""
+"""The body of a response in OpenAI's format: choices, usage, and timings as in llama.cpp's server."""
 
 from __future__ import annotations
 
@@ -14,25 +14,26 @@ from .logprobs import Entry, logprobs_field
 from .wire import CHAT, AnswerRequest, BodyError
 
 _ERROR_TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
-"""In OpenAI's words, by status; others below 500 are `invalid_request_error`, those from 500 on `server_error`."""
+"""OpenAI's types of errors, by status. Others are `invalid_request_error` below 500, and `server_error` from 500 on."""
 
 _FINISH_REASONS = {"eos": "stop", "stop": "stop", "length": "length"}
 
 
 @dataclass(frozen=True)
 class Timings:
-    """What an answer has cost so far: tokens and seconds. As small for a long answer as for a short one."""
+    """The tokens and seconds of an answer so far. The size of this object does not depend on the length of the
+    answer."""
 
     prompt_tokens: int
     reused_tokens: int
-    """Those of the prompt that did not have to be read."""
+    """The number of tokens of the prompt that did not have to be read."""
     prefill_s: float
     new_tokens: int
     decoded_tokens: int
-    """Tokens after the first."""
+    """The number of tokens after the first."""
     decode_s: float
     proposed: int
-    """Draft tokens that the full cache's passes were given to test."""
+    """The number of draft tokens that were proposed to passes over the full cache."""
     accepted: int
 
     @classmethod
@@ -51,12 +52,12 @@ class Timings:
 
 @dataclass(frozen=True)
 class AnswerEnd:
-    """How an answer ended, and what it cost."""
+    """How an answer ended, and its tokens and times."""
 
     finish_reason: str
     """`eos`, `stop` (before one of the request's texts), `length` or `interrupted`."""
     stop: str | None
-    """That text, if it ended before one."""
+    """The stop text, if the answer ended before one."""
     num_tokens: int
     timings: Timings
 
@@ -67,17 +68,17 @@ class FinishedAnswer(AnswerEnd):
 
     text: str
     logprobs: Sequence[Entry] | None = None
-    """Of its tokens, where they were asked for."""
+    """The log-probabilities of its tokens, if they were asked for."""
     syntax: AnswerSyntax = PLAIN
-    """How the text is to be read."""
+    """How the parts of the text are found."""
 
 
 def response_body(request: AnswerRequest, model: str, answers: Mapping[int, FinishedAnswer]) -> dict[str, Any]:
-    """The answers to a request, at least one.
+    """The body with the answers to a request.
 
     Args:
-        model: its name.
-        answers: by their numbers, as `AnswerRequest.n` has them.
+        model: the name of the model.
+        answers: the answers by their numbers, see `AnswerRequest.n`; at least one.
     """
     chat = request.endpoint == CHAT
     return {
@@ -112,18 +113,20 @@ def _message(parts: Sequence[Part]) -> dict[str, Any]:
 
 
 def parts_of(answer: FinishedAnswer) -> tuple[list[Part], bool]:
-    """What it consists of, neighbours of one kind as one; and whether it has calls, all of them whole."""
+    """The parts of an answer, with consecutive parts of one kind joined; and whether it has calls, and all of them are
+    complete."""
     reader = AnswerParts(answer.syntax)
     return joined([*reader.add(answer.text), *reader.finish()]), reader.calls
 
 
 def call_field(call: Call, arguments: str) -> dict[str, Any]:
-    """A call in OpenAI's form."""
+    """A call in OpenAI's format."""
     return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": arguments}}
 
 
 def response_head(request: AnswerRequest, model: str, *, streamed: bool = False) -> dict[str, Any]:
-    """What each response to a request begins with, or each chunk of one that is streamed. `model` is its name."""
+    """The first fields of a response to a request, or of each chunk if it is streamed. `model` is the name of the
+    model."""
     if request.endpoint == CHAT:
         kind, name = "chatcmpl", "chat.completion.chunk" if streamed else "chat.completion"
     else:
@@ -132,15 +135,15 @@ def response_head(request: AnswerRequest, model: str, *, streamed: bool = False)
 
 
 def finish_reason_of(answer: AnswerEnd, called: bool = False) -> str:
-    """In OpenAI's words. `called`: whether it has calls, all of them whole."""
+    """OpenAI's `finish_reason`. `called`: whether the answer has calls, and all of them are complete."""
     if called and answer.finish_reason in ("eos", "stop"):
         return "tool_calls"
     return _FINISH_REASONS.get(answer.finish_reason, answer.finish_reason)
 
 
 def cost_of(request: AnswerRequest, answers: Mapping[int, AnswerEnd]) -> dict[str, Any]:
-    """`usage` and `timings` of answers, at least one, by their numbers. A prompt counts once, as the first answer to it
-    has read it."""
+    """`usage` and `timings` of answers, given by their numbers; at least one. A prompt counts once, with the prefill of
+    the first answer to it."""
     firsts: dict[int, Timings] = {}
     for number in sorted(answers):
         firsts.setdefault(number // request.n, answers[number].timings)
@@ -156,8 +159,8 @@ def cost_of(request: AnswerRequest, answers: Mapping[int, AnswerEnd]) -> dict[st
 
 
 def timings(read: Sequence[Timings], answers: Sequence[Timings]) -> dict[str, Any]:
-    """Milliseconds and tokens: reading is that of the first answer to each prompt (`read`), decoding lasts as long as
-    the longest answer. The speed is of the tokens after the first of each answer."""
+    """Milliseconds and tokens. The prefill is that of the first answer to each prompt (`read`). Decoding lasts as long
+    as the longest answer. The speed counts the tokens after the first of each answer."""
     decode_s = max(one.decode_s for one in answers)
     decoded = sum(one.decoded_tokens for one in answers)
     return {
@@ -173,6 +176,6 @@ def timings(read: Sequence[Timings], answers: Sequence[Timings]) -> dict[str, An
 
 
 def error_body(error: BodyError) -> dict[str, Any]:
-    """Why a request was refused."""
+    """The body that says why a request was refused."""
     kind = "server_error" if error.status >= 500 else _ERROR_TYPES.get(error.status, "invalid_request_error")
     return {"error": {"message": str(error), "type": kind, "param": error.param, "code": error.code}}

@@ -1,4 +1,4 @@
-"""From requests to text: the loop that every command has its answers written in."""
+"""From requests to text: the loop in which all commands have their answers written."""
 
 from __future__ import annotations
 
@@ -23,27 +23,27 @@ from .text import AnswerText
 
 @dataclass(eq=False)
 class Task:
-    """What the engine is to do: read a prompt, and write what follows or just save it."""
+    """A task for the engine: the prefill of a prompt, and then writing an answer, or only saving the prompt."""
 
     prompt: Prompt
     contexts: ContextRequest
-    """What to start from, and what to save."""
+    """The saved contexts to start from, and to save."""
     sampling: Sampling = field(default_factory=lambda: Sampling(0.0))
     max_new_tokens: int = 1
     ignore_eos: bool = False
     number: int = 0
-    """Of the answers to one request: which one, from 0."""
+    """The number of the answer among the answers to one request, from 0."""
     draw: int = 0
-    """Of the answers that are drawn with one seed from one prompt: which one, from 0."""
+    """The number of the answer among the answers that are drawn with one seed from one prompt, from 0."""
     top_logprobs: int | None = None
     grammar: Grammar | None = None
-    """The form that the answer is to have."""
+    """The required form of the answer."""
     owner: Any = None
-    """Whatever the command knows it by."""
+    """Any object by which the command identifies the task."""
     writes: bool = True
-    """Whether an answer is wanted, or the prompt is only to be saved."""
+    """Whether an answer is wanted; otherwise, the prompt is only saved."""
     sequence: BatchSequence | None = None
-    """What the engine knows of it, from when it has been opened."""
+    """The engine's sequence, after it was opened."""
     _text: AnswerText | None = None  # once the engine has asked for it
     _new_text: Callable[[], AnswerText] | None = None
     _piece: str = ""
@@ -51,7 +51,7 @@ class Task:
 
     @property
     def text(self) -> AnswerText:
-        """The answer so far; from when the engine has asked for it."""
+        """The answer so far. Available after the engine has taken the task."""
         assert self._text
         return self._text
 
@@ -68,11 +68,11 @@ class Task:
         return self.sequence.statistics.finish_reason if self.sequence else "interrupted"
 
     def finish_text(self) -> str:
-        """The rest of its text, once nothing follows."""
+        """The rest of its text, after the last token."""
         return self.take_piece() + (self.text.finish() if self._text else "")
 
     def prepare(self, tokenizer: Tokenizer, eos_ids: Sequence[int]) -> Task:
-        """Makes the `AnswerText` that its tokens go to. The session calls it if nobody has. Returns the task."""
+        """Makes the `AnswerText` for its tokens, and returns the task. If it was not called, the session calls it."""
         self._new_text = partial(AnswerText, tokenizer, self.prompt, () if self.ignore_eos else eos_ids)
         self._text = self._text or self._new_text()
         if self.grammar and self.prompt.answers:
@@ -80,29 +80,29 @@ class Task:
         return self
 
     def request(self) -> Request:
-        """What the engine is asked for."""
+        """The request for the engine."""
         options = {"number": self.draw, "top_logprobs": self.top_logprobs, "contexts": self.contexts}
         options |= {"grammar": self.grammar}
         limits, stops = (self.max_new_tokens, self.ignore_eos), self._take if self.text.may_stop else None
         return Request(self.prompt.token_ids, self.sampling, *limits, **options, stops=stops, tag=self)
 
     def drop_unrecorded(self) -> None:
-        """Takes back the tokens of a round that was broken off before it was recorded; none of their text was handed
-        out."""
+        """Removes the tokens of a round that was interrupted before it was recorded. None of their text was returned
+        yet."""
         recorded = self.sequence.statistics.token_ids if self.sequence else []
         if self._text and self._new_text and self._text.num_tokens > len(recorded):
             self._text, self._piece = self._new_text(), ""
             self._text.update(recorded)
 
     def take_piece(self) -> str:
-        """The text that can be shown since the last call."""
+        """The additional text that can be shown since the last call."""
         if self.sequence and self._text and not self._text.may_stop:  # else its tokens are taken within the round
             self._piece += self._text.update(self.sequence.statistics.token_ids)
         piece, self._piece = self._piece, ""
         return piece
 
     def take_logprobs(self) -> list[Entry] | None:
-        """The log-probabilities of the tokens since the last call, where they were asked for."""
+        """The log-probabilities of the tokens since the last call, if they were asked for."""
         if self.top_logprobs is None or self.sequence is None:
             return None
         new = self.text.described(self.sequence.logprobs, self._described)
@@ -110,19 +110,19 @@ class Task:
         return new
 
     def _take(self, tokens: list[int]) -> bool:
-        """Takes the tokens of a round; whether the answer ends with them."""
+        """Adds the tokens of a round. Returns whether the answer ends with them."""
         self._piece += self.text.add(tokens)
         return self.text.stopped
 
 
 @dataclass(frozen=True)
 class Written:
-    """What a round brought to an answer."""
+    """The text that a round has added to an answer."""
 
     task: Task
     round: Round
     piece: str
-    """Text that can be shown in addition."""
+    """The additional text that can be shown."""
 
 
 @dataclass(frozen=True)
@@ -134,22 +134,22 @@ class Finished:
 
 @dataclass(frozen=True)
 class Failed:
-    """Nothing follows."""
+    """A task has failed. Nothing follows."""
 
     task: Task
     error: BaseException
 
 
 Event = Written | Finished | Failed | None
-"""`None`: a prompt is being read, or a sequence that was ended has left."""
+"""`None`: a prefill is running, or a sequence that was ended has left the run."""
 
 NextTask = Callable[[bool], Task | None]
-"""Gives the next task, or `None` where there is none now. It is called between rounds whenever one more may run; with
-`True` where nothing else is running: then it may wait for a task, and `None` ends the session's run."""
+"""Returns the next task, or `None` if there is none at present. It is called between rounds whenever another task may
+run. The argument is true if nothing else is running; then it may wait for a task, and `None` ends the session's run."""
 
 
 class Session:
-    """Has one engine do tasks."""
+    """Lets one engine do tasks."""
 
     def __init__(
         self,
@@ -165,23 +165,23 @@ class Session:
     ) -> None:
         """Args:
         max_sequences, in_slices, interrupted, on_memory: see `Engine.batch` and `Engine.stream`.
-        on_read: called with a task and the share of its prompt that is read, 0 to 1.
-        on_warning: called as a task ends with each thing that it had to do without, a line.
+        on_read: called with a task and the finished share of its prefill, 0 to 1.
+        on_warning: called when a task ends, with a line for each feature that it had to do without.
         """
         self._engine, self._tokenizer, self._interrupted = engine, tokenizer, interrupted
         self._limits = {"max_sequences": max_sequences, "in_slices": in_slices}
         self.on_memory, self.on_read, self._on_warning = on_memory, on_read, on_warning
         self.tasks: dict[Task, None] = {}
-        """Those that the engine was given and that have not ended."""
+        """The tasks that were passed to the engine and have not ended."""
         self.run: Run | None = None
-        """The engine's run, once there is one."""
+        """The engine's run, after it has begun."""
 
     def events(self, next_task: NextTask) -> Generator[Event, None, None]:
-        """Does what `next_task` gives, until that is `None`, a signal ends the run, or this is closed. What is left in
-        `tasks` then was broken off.
+        """Does the tasks of `next_task`, until it returns `None`, a signal ends the run, or this generator is closed.
+        Tasks that are left in `tasks` then were interrupted.
 
         Raises:
-            Exception: the engine failed; likewise.
+            Exception: the engine failed. Tasks that are left in `tasks` were interrupted.
         """
         eos_ids = self._engine.target.config.eos_token_ids
 
@@ -224,10 +224,10 @@ class Session:
             run.close()
 
     def do(self, task: Task) -> Generator[Written | Finished, None, None]:
-        """Does one task, until it is done, a signal ends the run, or this is closed.
+        """Does one task, until it is done, a signal ends the run, or this generator is closed.
 
         Raises:
-            Exception: what the task, or the engine, has failed with.
+            Exception: the error of the task or of the engine.
         """
         tasks = [task]
         with closing(self.events(lambda waits: tasks.pop() if tasks else None)) as events:
@@ -238,28 +238,28 @@ class Session:
                     yield event
 
     def warnings(self, task: Task) -> list[str]:
-        """What the run and a task had to do without so far, a line each."""
+        """The features that the run and a task had to do without so far, a line each."""
         return (self.run.warnings if self.run else []) + (task.sequence.warnings if task.sequence else [])
 
     @property
     def broken(self) -> bool:
-        """Whether the run was broken off within a pass, where other ranks, if there are any, still are."""
+        """Whether the run was interrupted inside a pass, in which other ranks, if there are any, still are."""
         return self.run is not None and self.run.broken
 
     @property
     def lengths(self) -> dict[str, int]:
-        """The lengths in force: `draft_length` and `block_length`."""
+        """The present lengths: `draft_length` and `block_length`."""
         return self.run.lengths if self.run else {"draft_length": 0, "block_length": 0}
 
     def end(self, task: Task) -> None:
-        """Ends a task with the round that is under way, or before it begins. No event follows."""
+        """Ends a task after the present round, or before it begins. No event follows."""
         self.tasks.pop(task, None)
         for sequence in self.run.live if self.run else ():
             if self.run and sequence.tag is task:
                 self.run.end(sequence)
 
     def end_all(self) -> None:
-        """Ends the run with the round that is under way."""
+        """Ends the run after the present round."""
         if self.run:
             self.run.end_all()
 
@@ -276,7 +276,7 @@ class Session:
             yield Finished(task)
 
     def _ended(self, task: Task) -> Event:
-        """What is said of a sequence that has ended before its answer was complete."""
+        """The event for a sequence that has ended before its answer was complete."""
         self.tasks.pop(task, None)
         assert task.sequence
         if task.sequence.failure is not None:

@@ -1,4 +1,4 @@
-"""Texts that a command is given: from a file, a pipe, an option, a saved context, or made up here."""
+"""The texts for a command: from a file, a pipe, an option or a saved context, or the built-in text."""
 
 from __future__ import annotations
 
@@ -16,25 +16,27 @@ if TYPE_CHECKING:
     from ...tp.weights.tokenizer import Tokenizer
 
 BUILT_IN_TOKENS = 12_000
-"""Length of the built-in prompt: long enough to show the effect, read in seconds on two cores."""
+"""The length of the built-in prompt. It is long enough to show the effect, and its prefill takes seconds on two
+cores."""
 
 BUILT_IN_WORDS = 105_000
-"""Of the log that it begins; `bench` and `compare` take more of it. More than 131,072 tokens of the embedded pair."""
+"""The length in words of the log from which the built-in prompt is taken; `bench` and `compare` use more of it. These
+are more than 131,072 tokens of the embedded pair."""
 
 LOG_SEEDS = 1_000_000
-"""Logs that the embedded pair never saw in training have smaller seeds."""
+"""Logs with smaller seeds were not in the training data of the embedded pair."""
 
 
 @dataclass(frozen=True)
 class Source:
-    """A text, and its origin in words. The built-in text is cut to length once its tokens are known."""
+    """A text, and a description of its origin. The built-in text is cut to its length when its tokens are known."""
 
     text: str
     name: str
     log_seed: int | None = None
-    """Of the built-in text, a harbour's log."""
+    """The seed of the built-in text, a harbour's log."""
     context: str | None = None
-    """The saved context that is the text, in place of `text`."""
+    """The name of the saved context that is used in place of `text`."""
 
 
 def read_source(
@@ -44,12 +46,14 @@ def read_source(
     context: str | None = None,
     log_seed: int | None = 0,
 ) -> Source:
-    """The context that the options ask for; `note` takes notes for stderr. Where they ask for none, it is the log of
-    `log_seed`, or of a seed drawn here.
+    """The text that the options ask for. Without options, it is the log of `log_seed`, or of a random seed.
+
+    Args:
+        note: prints a note on stderr.
 
     Raises:
-        UsageError: two of the options.
-        TriforceError: nothing readable there, or no text.
+        UsageError: two of the options are given.
+        TriforceError: the text cannot be read, or is empty or not text.
     """
     if context is not None:
         for option, given in (("--prompt-file", prompt_file), ("--prompt", prompt)):
@@ -67,10 +71,10 @@ def read_source(
 
 
 def read_file(path: Path, option: str, note: Callable[[str], None]) -> Source:
-    """The text of a file, or of standard input for `-`; `option` is what gave its name.
+    """The text of a file, or of standard input for `-`. `option` is the option that gave its name.
 
     Raises:
-        TriforceError: nothing readable there, or no text.
+        TriforceError: the file cannot be read, or is empty or not text.
     """
     if str(path) == "-":
         if sys.stdin is None or sys.stdin.closed:
@@ -85,16 +89,16 @@ def read_option(option: str, value: str, note: Callable[[str], None]) -> str:
     """The text given with `option`.
 
     Raises:
-        TriforceError: its bytes are not UTF-8 (Python hands them over as lone surrogates).
+        TriforceError: its bytes are not UTF-8 (Python passes them on as lone surrogates).
     """
     return decoded(value.encode("utf-8", "surrogateescape"), option, note)
 
 
 def read_ask(ask: str | None, note: Callable[[str], None]) -> str | None:
-    """The question given with `--ask`, if any.
+    """The question given with `--ask`, if there is one.
 
     Raises:
-        UsageError: it is empty.
+        UsageError: the question is empty.
         TriforceError: as for `read_option`.
     """
     if ask is None:
@@ -105,10 +109,10 @@ def read_ask(ask: str | None, note: Callable[[str], None]) -> str | None:
 
 
 def read_bytes(path: Path, option: str) -> bytes:
-    """The bytes of a file; `option` is what gave its name.
+    """The bytes of a file. `option` is the option that gave its name.
 
     Raises:
-        TriforceError: they cannot be read.
+        TriforceError: the file cannot be read.
     """
     try:
         return path.expanduser().read_bytes()
@@ -121,7 +125,7 @@ def read_bytes(path: Path, option: str) -> bytes:
 
 
 def decoded(raw: bytes, name: str, note: Callable[[str], None]) -> str:
-    """`raw` as text, without a byte-order mark and with line ends as `\\n`, as text files are read everywhere."""
+    """Decodes `raw` like a text file: without a byte-order mark, and with `\\n` as line ends."""
     try:
         text = raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -137,7 +141,7 @@ def decoded(raw: bytes, name: str, note: Callable[[str], None]) -> str:
 
 
 def checked(text: str, name: str) -> str:
-    """`text`, if it is one.
+    """Returns `text` if it is valid.
 
     Raises:
         TriforceError: it is empty, or not text.
@@ -153,7 +157,7 @@ def checked(text: str, name: str) -> str:
 
 
 def cut_log(source: Source, tokenizer: Tokenizer, limit: int) -> Source:
-    """The built-in log's days that fit within its length, and within `limit` tokens."""
+    """The days of the built-in log that fit within its length, and within `limit` tokens."""
     most = max(1, min(BUILT_IN_TOKENS, limit))
     fitting = tokenizer.decode(tokenizer.encode(source.text[: 8 * most], False)[:most])
     text = source.text[: len(fitting)]

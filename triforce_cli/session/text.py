@@ -1,4 +1,4 @@
-"""The text of an answer while its tokens arrive, up to where it stops: for all commands."""
+"""Makes the text of an answer while its tokens arrive, up to its end. Used by all commands."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from .logprobs import Entry, entries
 from .prompt import Prompt
 
 _TAIL = 8
-"""Last tokens of a prompt that decide how the first token behind them reads, as with tokens that begin a word."""
+"""The number of last tokens of a prompt on which the text of the next token depends, for example at the beginning of a
+word."""
 
 
 class StopTexts:
-    """Finds the first of some texts in one answer, which grows from call to call."""
+    """Finds the first of several stop texts in an answer that grows from call to call."""
 
     def __init__(self, texts: Sequence[str]) -> None:
         self._texts = tuple(text for text in texts if text)
@@ -23,20 +24,21 @@ class StopTexts:
 
     @property
     def any(self) -> bool:
-        """Whether there are any."""
+        """Whether there are stop texts."""
         return bool(self._texts)
 
     def first(self, text: str, searched: int) -> int | None:
-        """Where the first stop text begins in `text`; none begins and ends in its first `searched` letters."""
+        """The position of the first stop text in `text`; `None` if there is none. The first `searched` letters are
+        known to contain none."""
         starts = (text.find(stop, max(0, searched - len(stop))) for stop in self._texts)
         return min((start for start in starts if start >= 0), default=None)
 
     def at(self, text: str, start: int) -> str:
-        """The shortest of them that stands there."""
+        """The shortest stop text that is at position `start`."""
         return min((stop for stop in self._texts if text.startswith(stop, start)), key=len)
 
     def undecided(self, text: str) -> int:
-        """How many letters at the end of `text` may turn out to be the beginning of one of them."""
+        """The number of letters at the end of `text` that may be the beginning of a stop text."""
         for index, stop in enumerate(self._texts):
             start = max(self._begun[index], len(text) - len(stop) + 1)
             while start < len(text) and not stop.startswith(text[start:]):
@@ -47,7 +49,7 @@ class StopTexts:
 
 
 def _decode_with(marks: Mapping[int, str], decode: Callable[[Sequence[int]], str], ids: Sequence[int]) -> str:
-    """The text of ids, with the control tokens `marks` in it."""
+    """The text of token ids, including the control tokens in `marks`."""
     pieces, begin = [], 0
     for at, token in enumerate([*ids, -1]):
         if token in marks or token == -1:
@@ -57,13 +59,15 @@ def _decode_with(marks: Mapping[int, str], decode: Callable[[Sequence[int]], str
 
 
 class AnswerText:
-    """Takes the tokens of one answer.
+    """Collects the tokens of one answer, and makes its text.
 
-    An answer to a question is shown without the white space around it; a continuation as it is.
+    An answer to a question is shown without the white space around it; a continuation is shown unchanged.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt: Prompt, eos_ids: Collection[int]) -> None:
-        """Args: `eos_ids` are tokens that end it, and are no part of it."""
+        """Args:
+        eos_ids: the tokens that end the answer. They are not part of it.
+        """
         self._tokenizer, self._eos_ids = tokenizer, eos_ids
         self._stops, self._strips = StopTexts(prompt.stops), prompt.answers
         marks = prompt.syntax.control_marks(tokenizer)
@@ -76,37 +80,38 @@ class AnswerText:
         self._stop_at: int | None = None
         self._shown = 0
         self.num_tokens = 0
-        """Tokens up to the one that completed a stop; all, where there was none."""
+        """The number of tokens up to the token that completed a stop text; without a stop text, of all tokens."""
 
     @property
     def stopped(self) -> bool:
-        """Whether one of the stop texts is there: what follows is no part of the answer."""
+        """Whether a stop text was found. The text after it is not part of the answer."""
         return self._stop_at is not None
 
     @property
     def stop(self) -> str | None:
-        """The stop text that is there; of several that begin at one place the shortest, which was complete first."""
+        """The stop text that was found. If several begin at the same position, the shortest, which was complete
+        first."""
         return None if self._stop_at is None else self._stops.at(self._text, self._stop_at)
 
     @property
     def may_stop(self) -> bool:
-        """Whether there are stop texts, so that tokens must be taken before the next round."""
+        """Whether there are stop texts. Then tokens must be taken before the next round."""
         return self._stops.any
 
     @property
     def text(self) -> str:
-        """As it is shown, so far."""
+        """The text so far, as it is shown."""
         whole = self._text[: self._stop_at]
         return whole.strip() if self._strips else whole
 
     @property
     def whole_text(self) -> str:
-        """The text of its tokens so far, with white space that is not shown; up to a stop, and there without it."""
+        """The text of the tokens so far, with white space that is not shown. It ends before a stop text."""
         return self._text if self._stop_at is None else self._text[: self._stop_at].rstrip()
 
     @property
     def token_ids(self) -> list[int]:
-        """The tokens of `whole_text`: those that were generated, without end tokens and what follows a stop."""
+        """The tokens of `whole_text`: the generated tokens, without end tokens and without tokens after a stop text."""
         if self._stop_at is None:
             return list(self._ids)
         text = self.whole_text
@@ -115,11 +120,11 @@ class AnswerText:
         return self._ids[:whole] + (self._tokenizer.encode(self._tokenizer.as_content(rest), False) if rest else [])
 
     def update(self, token_ids: Sequence[int]) -> str:
-        """Takes over all tokens of the answer so far; returns the text that can be shown in addition."""
+        """Replaces the tokens by all tokens of the answer so far. Returns the additional text that can be shown."""
         return self.add(token_ids[self.num_tokens :])
 
     def add(self, token_ids: Sequence[int]) -> str:
-        """Takes further tokens; returns the text that can be shown in addition."""
+        """Adds tokens. Returns the additional text that can be shown."""
         if self._stops.any:
             for token in token_ids:
                 if self.stopped:
@@ -132,15 +137,16 @@ class AnswerText:
         return self._show(end)
 
     def finish(self) -> str:
-        """The text that was held back, once nothing follows."""
+        """The text that was held back, after the last tokens."""
         if not self.stopped:
             self._extend(self._stream.flush())
         return self._show(len(self._text[: self._stop_at]))
 
     def described(self, found: Sequence[TokenLogprobs], first: int = 0) -> list[Entry]:
-        """The log-probabilities of the answer's tokens from `first` on, where a request asks for `logprobs`.
+        """The log-probabilities of the answer's tokens from `first` on, in the format of `logprobs`.
 
-        Args: `found` are those of all tokens.
+        Args:
+            found: the log-probabilities of all tokens.
         """
         return entries(found[first : self.num_tokens], self._tokenizer.decode, self._eos_ids)
 
@@ -157,7 +163,7 @@ class AnswerText:
         self._stop_at = self._stops.first(self._text, before)
 
     def _show(self, end: int) -> str:
-        """What is to be shown of the text up to `end` and was not."""
+        """The part of the text up to `end` that can be shown and was not shown yet."""
         if self._strips:
             end = len(self._text[:end].rstrip())
             if not self._shown:

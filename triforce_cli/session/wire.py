@@ -1,8 +1,8 @@
-"""What clients send, in OpenAI's form: bodies of requests and lines of batch files, a class for each object. What
-bodies in Anthropic's form have in common with them is here too; the rest of that form is in anthropic.py.
+"""Requests of clients in OpenAI's format: bodies of requests and lines of batch files, with a class for each object.
+The parts that bodies in Anthropic's format have in common with these are here too; the rest is in anthropic.py.
 
-A field that would change the answer and is not honoured is refused by name, so that no answer is silently another one
-than was asked for. Null is as if left out. What is sent back is made in response.py.
+A field that would change the answer and is not supported is refused by name, so that no client gets another answer than
+it asked for without notice. Null means that a field is left out. Responses are made in response.py.
 """
 
 from __future__ import annotations
@@ -38,33 +38,35 @@ from .calls import AllowedCalls, Tool
 
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
 MESSAGES = "/v1/messages"
-"""In Anthropic's form: anthropic.py."""
+"""The endpoint in Anthropic's format: anthropic.py."""
 
 MAX_ANSWERS = 128
-"""Of one request: `n`, as in OpenAI's form, times the prompts of a completion."""
+"""Maximum number of answers of one request: `n`, as in OpenAI's format, times the number of prompts of a completion."""
 
 MAX_STOPS = 16
-"""Stop texts of one request."""
+"""Maximum number of stop texts of one request."""
 
 MAX_STOP_BYTES = 1024
-"""Of one stop text, in UTF-8. After each token every one is searched for, and as much text is held back at most."""
+"""Maximum size of a stop text in UTF-8. After each token, every stop text is searched for, and up to this much text is
+held back."""
 
 MAX_DEPTH = 32
-"""Levels of lists and objects in a variable for the chat template."""
+"""Maximum number of levels of lists and objects in a variable for the chat template."""
 
 MAX_SCHEMA_DEPTH = 64
-"""The same of a JSON schema."""
+"""Maximum number of levels of lists and objects in a JSON schema."""
 
 MAX_WRITTEN_DEPTH = 200
-"""The same of arguments that a model has written."""
+"""Maximum number of levels of lists and objects in arguments that a model has written."""
 
 MAX_LOGPROBS = 20
-"""Likeliest tokens in the place of each (`top_logprobs`; `logprobs` of a completion), as in OpenAI's form."""
+"""Maximum number of most probable tokens at each position (`top_logprobs`; `logprobs` of a completion), as in OpenAI's
+format."""
 
 _NO_EFFECT = (
     *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"),
 )
-"""Fields that change no answer, whatever they hold."""
+"""Fields that do not change the answer, whatever their value."""
 
 _NEUTRAL: dict[str, Sequence[Any]] = {
     "stream": (False,),
@@ -86,11 +88,11 @@ _NEUTRAL: dict[str, Sequence[Any]] = {
     "response_format": ({"type": "text"},),
     "modalities": (["text"],),
 }
-"""Values with which a field changes no answer, whether it is honoured or not."""
+"""Values with which a field does not change the answer, whether the field is supported or not."""
 
 
 class BodyError(TriforceError):
-    """A request that cannot be answered as it was asked."""
+    """A request that cannot be answered."""
 
     def __init__(
         self,
@@ -102,10 +104,10 @@ class BodyError(TriforceError):
         may_lower: str | None = None,
     ) -> None:
         """Args:
-        param: the field that is at fault.
-        code: in a word, for programs.
-        status: as of HTTP.
-        may_lower: a field with which it would do if that were a smaller number.
+        param: the field with the error.
+        code: a word for programs.
+        status: the status of HTTP.
+        may_lower: a field with which the request would succeed if the field had a smaller number.
         """
         super().__init__(message)
         self.param, self.code, self.status, self.may_lower = param, code, status, may_lower
@@ -123,7 +125,7 @@ def of_whole_characters(text: str) -> str:
 
 
 def _encodable(most: int) -> AfterValidator:
-    """An object that can be written as JSON, and is nested so deeply at most."""
+    """A check for an object: it can be written as JSON, and has at most `most` levels."""
 
     def check(given: dict[str, Any]) -> dict[str, Any]:
         if depth_of(given, most) > most:
@@ -142,7 +144,7 @@ def schema_of(given: Any) -> Any:
 
 
 def depth_of(given: Any, most: int) -> int:
-    """Levels of lists and objects; of deeper ones than `most` not more than one more."""
+    """The number of levels of lists and objects. If there are more than `most`, the result is `most + 1`."""
     inner = given.values() if isinstance(given, dict) else given if isinstance(given, list) else None
     if inner is None or most < 0:
         return 0
@@ -214,7 +216,7 @@ def _tool_name(name: str) -> str:
 
 
 def _tool_choice(given: Any) -> tuple[str, str]:
-    """Whether and which tool is to be called: `auto`, `none` or `required`; or `named`, and the name."""
+    """Whether a tool is to be called, and which: `auto`, `none` or `required`; or `named`, and the name."""
     named = given.get("function") if isinstance(given, dict) and given.get("type") == "function" else None
     if isinstance(named, dict) and isinstance(named.get("name"), str):
         return "named", named["name"]
@@ -233,7 +235,7 @@ def _texts(given: Any) -> tuple[str, ...]:
 
 
 def shown(value: Any) -> str:
-    """A value in a message: as it is where it is short."""
+    """A value for a message, shortened if it is long."""
     with suppress(RecursionError):  # of what is nested too deeply
         if len(short := _SHORT.repr(value)) <= 60 and "..." not in short:
             return repr(value)
@@ -241,7 +243,7 @@ def shown(value: Any) -> str:
 
 
 _SHORT = Repr()
-"""Looks at the beginning of long values only."""
+"""Shows only the beginning of long values."""
 for _limit in ("maxdict", "maxlist", "maxtuple", "maxset", "maxstring", "maxlong", "maxother"):
     setattr(_SHORT, _limit, 62)
 
@@ -250,7 +252,7 @@ Text = Annotated[str, AfterValidator(of_whole_characters)]
 Texts = Annotated[tuple[str, ...], PlainValidator(_texts)]
 """A text, or a list of its parts."""
 Stops = Annotated[tuple[str, ...], PlainValidator(_stops)]
-"""A text, or several, that the answer ends before."""
+"""A stop text, or several."""
 ToolName = Annotated[Text, AfterValidator(_tool_name)]
 Schema = Annotated[dict[str, Any], _encodable(MAX_SCHEMA_DEPTH)]
 """A JSON schema."""
@@ -267,7 +269,7 @@ NEEDED: Any = Field(None, validate_default=True)
 
 
 def refused(name: str, value: Any, refusal: str, kind: LiteralString = "unsupported_field") -> ValidationError:
-    """What is raised for a field that cannot be honoured, or of another `kind`, that is at fault."""
+    """The error for a field that is not supported or, with another `kind`, is not valid."""
     error = PydanticCustomError(kind, "{refusal}", {"refusal": refusal})
     return ValidationError.from_exception_data(name, [{"type": error, "loc": (name,), "input": value}])
 
@@ -289,12 +291,12 @@ class ClientObject(BaseModel, strict=True):
 
     @classmethod
     def _is_neutral(cls, name: str, value: Any) -> bool:
-        """Whether a field changes nothing with this value."""
+        """Whether a field has no effect with this value."""
         return False
 
     @classmethod
     def _refusal(cls, name: str) -> str:
-        """What is said of a field that is not honoured."""
+        """The message for a field that is not supported."""
         return "is not supported here; leave it out"
 
 
@@ -317,7 +319,7 @@ _PARTS = TypeAdapter(Annotated[list[TextPart], FailFast()])
 
 
 class CalledFunction(ClientObject):
-    """What a call names."""
+    """The function and the arguments of a call."""
 
     name: Text
     arguments: Text
@@ -337,24 +339,24 @@ class ToolCall(ClientObject):
 
 
 _OF_ROLES = {"reasoning_content": "assistant", "tool_calls": "assistant", "tool_call_id": "tool", "name": "tool"}
-"""Fields that messages of one role alone have."""
+"""Fields that only messages of one role have."""
 
 
 class Message(ClientObject):
     """One of a chat's messages."""
 
     role: Annotated[Literal["system", "user", "assistant", "tool"], BeforeValidator(_role)] = NEEDED
-    """`developer` is another word for `system`."""
+    """`developer` is another name for `system`."""
     content: Texts = NEEDED
-    """Of `assistant` it may be null, as beside calls."""
+    """May be null for `assistant`, for example beside calls."""
     reasoning_content: Text | None = None
-    """Of `assistant`: what it wrote before its answer."""
+    """Of `assistant`: the reasoning that it wrote before its answer."""
     tool_calls: Annotated[list[ToolCall], FailFast()] = []
-    """Of `assistant`."""
+    """Of `assistant`: the calls that it made."""
     tool_call_id: Text | None = None
-    """Of `tool`: of the call whose result it is."""
+    """Of `tool`: the id of the call to which this result belongs."""
     name: Text | None = None
-    """Of `tool`: the tool, which the call names already."""
+    """Of `tool`: the name of the tool, which the call also has."""
 
     @property
     def text(self) -> str:
@@ -364,7 +366,7 @@ class Message(ClientObject):
     @model_validator(mode="before")
     @classmethod
     def _of_its_role(cls, given: Any) -> Any:
-        """Refuses what belongs to messages of another role."""
+        """Refuses fields that belong to messages of another role."""
         if not isinstance(given, dict):
             return given
         for name, owner in _OF_ROLES.items():
@@ -382,7 +384,7 @@ class Message(ClientObject):
 
 
 class FunctionOfTool(ClientObject):
-    """What can be called."""
+    """The function of a tool."""
 
     name: ToolName
     description: Text | None = None
@@ -405,7 +407,7 @@ class GivenTool(ClientObject):
 
 _SAMPLING = get_type_hints(Sampling)
 _KINDS: dict[Any, Any] = {float: Number, int: NotNegative, int | None: Whole}
-"""Of fields of `Sampling`; the whole number that may be `None` is the seed."""
+"""The types of the fields of `Sampling`. The whole number that may be `None` is the seed."""
 _FIELDS: dict[str, Any] = {name: (_KINDS.get(kind, kind) | None, None) for name, kind in _SAMPLING.items()}
 
 SamplingFields = create_model(
@@ -418,7 +420,7 @@ class ResponseFormat(ClientObject):
 
     type: Literal["text", "json_object", "json_schema"] = NEEDED
     json_schema: Annotated[dict[str, Any], BeforeValidator(schema_of), _encodable(MAX_SCHEMA_DEPTH)] | None = None
-    """The schema that stands in it; what stands beside that (a name, whether it is strict) changes nothing here."""
+    """The schema in it. The other fields (a name, whether it is strict) have no effect."""
 
     def as_grammar(self) -> Grammar | None:
         if self.type == "text":
@@ -434,16 +436,16 @@ class ResponseFormat(ClientObject):
 
 
 class AskingBody(SamplingFields):
-    """What bodies of all endpoints have. What is absent is as the command's options say."""
+    """The fields of bodies of all endpoints. For absent fields, the command's options are used."""
 
     model: Text | None = None
-    """If given, the model that is loaded."""
+    """If given, it must be the loaded model."""
     context: Text | None = None
-    """The saved context that stands before it."""
+    """The saved context before the prompt."""
     max_tokens: Positive | None = None
 
     def sampling(self, defaults: Sampling) -> Sampling:
-        """How tokens are drawn; what is absent is as in `defaults`."""
+        """The sampling; absent fields are taken from `defaults`."""
         try:
             return replace(defaults, **{name: getattr(self, name) for name in self.model_fields_set & _SAMPLING.keys()})
         except TriforceError as error:
@@ -452,20 +454,20 @@ class AskingBody(SamplingFields):
 
 
 class AnswerBody(AskingBody):
-    """What bodies of both endpoints in OpenAI's form have."""
+    """The fields of bodies of both endpoints in OpenAI's format."""
 
     stop: Stops = ()
     n: Annotated[Whole, _between(1, MAX_ANSWERS)] = 1
-    """Answers to each prompt."""
+    """The number of answers to each prompt."""
     response_format: ResponseFormat | None = None
     regex: Text | None = None
-    """A regular expression that the answer is to match."""
+    """A regular expression that the answer must match."""
     grammar: Text | None = None
-    """A grammar (Lark or GBNF) that it is to follow."""
+    """A grammar (Lark or GBNF) that the answer must follow."""
 
     @property
     def grammars(self) -> dict[str, Grammar]:
-        """The form that the answer is to have, by the field that asks for it; one at most."""
+        """The required form of the answer, by the field that asks for it; at most one."""
         found = {"response_format": self.response_format and self.response_format.as_grammar()}
         found["regex"] = None if self.regex is None else Grammar("regex", self.regex)
         found["grammar"] = None if self.grammar is None else Grammar("lark", self.grammar)
@@ -492,7 +494,7 @@ class AnswerBody(AskingBody):
 
 
 class ChatBody(AnswerBody):
-    """A question, and what was said before it."""
+    """A question, and the messages before it."""
 
     messages: Annotated[list[Message], FailFast(), BeforeValidator(given_messages)] = NEEDED
     max_completion_tokens: Positive | None = None
@@ -507,7 +509,7 @@ class ChatBody(AnswerBody):
 
     @property
     def allowed_calls(self) -> AllowedCalls | None:
-        """`None`: it is about no tools."""
+        """The calls that the answer may have; `None`: the request has no tools."""
         return allowed_calls([one.tool for one in self.tools], *self.tool_choice, several=self.parallel_tool_calls)
 
     @model_validator(mode="after")
@@ -528,11 +530,11 @@ class ChatBody(AnswerBody):
 
 
 def allowed_calls(tools: Sequence[Tool], choice: str, name: str, *, several: bool) -> AllowedCalls | None:
-    """The calls that an answer may have; `None`: it is about no tools.
+    """The calls that an answer may have; `None`: there are no tools.
 
     Args:
         choice: `auto`, `none` or `required`; or `named`, with the `name` of a tool.
-        several: whether it may have more than one.
+        several: whether the answer may have more than one call.
     """
     if not tools:
         return None
@@ -542,13 +544,15 @@ def allowed_calls(tools: Sequence[Tool], choice: str, name: str, *, several: boo
 
 
 def check_tools(names: Sequence[str], choice: str, name: str, grammars: Mapping[str, Grammar]) -> None:
-    """Args:
-    names: of the tools.
-    choice, name: see `allowed_calls`.
-    grammars: see `AnswerBody.grammars`.
+    """Checks the tools of a request.
+
+    Args:
+        names: the names of the tools.
+        choice, name: see `allowed_calls`.
+        grammars: see `AnswerBody.grammars`.
 
     Raises:
-        BodyError: tools and what is asked of them do not fit together.
+        BodyError: the tools do not fit with the other fields.
     """
     if len(set(names)) < len(names):
         twice = Counter(names).most_common(1)[0][0]
@@ -566,22 +570,25 @@ def check_tools(names: Sequence[str], choice: str, name: str, grammars: Mapping[
 
 
 def check_result(place: str, call_id: str | None, called: Collection[str]) -> None:
-    """Args:
-    place: the field that has the id of the call whose result it is.
-    called: ids of the calls before it.
+    """Checks the result of a call.
+
+    Args:
+        place: the field with the id of the call.
+        call_id: the id.
+        called: the ids of the calls before the result.
 
     Raises:
-        BodyError: there is no such call.
+        BodyError: the call does not exist.
     """
     if call_id not in called:
         raise BodyError(f"{place} is {shown(call_id)}, but no message before it has a call with this id", place)
 
 
 class CompletionBody(AnswerBody):
-    """Texts to go on from."""
+    """Texts to be continued."""
 
     prompt: Annotated[tuple[str | list[int], ...], PlainValidator(_prompts)] = NEEDED
-    """One or several: texts, or token ids."""
+    """One or several prompts: texts, or token ids."""
     logprobs: Annotated[Whole, _between(0, MAX_LOGPROBS)] | None = None
 
     @model_validator(mode="after")
@@ -600,15 +607,15 @@ _BODIES: dict[str, type[ChatBody | CompletionBody]] = {CHAT: ChatBody, COMPLETIO
 
 
 class StreamOptions(ClientObject):
-    """Of a body's `stream_options`."""
+    """The `stream_options` of a body."""
 
     include_usage: bool = False
     include_obfuscation: Any = None
-    """Changes nothing here."""
+    """Has no effect."""
 
 
 class Delivery(ClientObject):
-    """Fields that `serve` takes beside those of a body: how the answer is delivered."""
+    """Additional fields of a body for `serve`: how the answer is delivered."""
 
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
@@ -628,7 +635,7 @@ class BatchLine(ClientObject):
     custom_id: Text
     method: Literal["POST"] = "POST"
     url: Literal["/v1/chat/completions", "/v1/completions"] | None = None
-    """Absent: what the body has tells."""
+    """If absent, it follows from the fields of the body."""
     body: dict[str, Any]
 
     @property
@@ -644,10 +651,10 @@ Model = TypeVar("Model", bound=ClientObject)
 
 
 def validated(kind: type[Model], given: Any) -> Model:
-    """What was sent, checked.
+    """Checks an object that a client has sent, and returns it.
 
     Raises:
-        BodyError: something is wrong with it: the first thing that is.
+        BodyError: the object is not valid; the message is about the first error.
     """
     try:
         return kind.model_validate(given)
@@ -666,7 +673,7 @@ _WORDS = {
     "greater_than_equal": "is {given}; it must be {ge} or more",
     "literal_error": "is {given}; it must be {expected}",
 }
-"""What is said of a field, by what pydantic has found."""
+"""The message about a field, by the type of pydantic's error."""
 
 
 def _in_our_words(fault: ErrorDetails) -> BodyError:
@@ -679,10 +686,13 @@ def _in_our_words(fault: ErrorDetails) -> BodyError:
 
 
 def check_model(name: str, models: Collection[str]) -> None:
-    """Args: `models` are the names of the model that is loaded.
+    """Checks the model of a request.
+
+    Args:
+        models: the names of the loaded model.
 
     Raises:
-        BodyError: another model is asked for.
+        BodyError: the request is for another model.
     """
     if name not in models:
         names = " or ".join(map(repr, sorted(models)))
@@ -694,7 +704,7 @@ def check_model(name: str, models: Collection[str]) -> None:
 
 @dataclass(frozen=True)
 class AnswerRequest:
-    """What a body asks for, checked but for the length of its prompt."""
+    """The request of a body. It is checked, except for the length of its prompt."""
 
     endpoint: str
     """`CHAT`, `COMPLETION` or `MESSAGES`."""
@@ -703,45 +713,46 @@ class AnswerRequest:
     prompts: tuple[str | list[int], ...]
     """Of `COMPLETION`; at least one: texts, or token ids."""
     context: str | None
-    """The saved context that stands before it."""
+    """The saved context before the prompt."""
     max_new_tokens: int
     sampling: Sampling
     stops: tuple[str, ...]
     n: int
-    """Answers to each prompt: answer `i` to prompt `p` is number `p * n + i`."""
+    """The number of answers to each prompt. Answer `i` to prompt `p` has the number `p * n + i`."""
     top_logprobs: int | None = None
-    """Of how many of the likeliest tokens the target's own probabilities are wanted, besides each token's; `None` for
-    none at all."""
+    """For how many of the most probable tokens the target's own probabilities are wanted, in addition to that of each
+    token; `None`: no probabilities are wanted."""
     template_arguments: Mapping[str, Any] = field(default_factory=dict)
     """Variables for the chat template, besides those of the command's options."""
     thinks: bool | None = None
-    """Whether answers are to begin with reasoning, where the chat template can be told; `None`: it is not."""
+    """Whether answers begin with reasoning, if the chat template has a variable for it; `None`: the variable is not
+    set."""
     grammar: Grammar | None = None
-    """The form that the answers are to have."""
+    """The required form of the answers."""
     grammar_field: str | None = None
-    """What asked for that."""
+    """The field that asks for this form."""
     tools: tuple[Tool, ...] = ()
-    """Those that the prompt describes."""
+    """The tools that the prompt describes."""
     calls: AllowedCalls | None = None
     """The calls that answers may have; `None`: there are no tools."""
 
     @property
     def answers(self) -> int:
-        """To all prompts together; messages are one."""
+        """The number of answers to all prompts together. Messages are one prompt."""
         return self.n * max(1, len(self.prompts))
 
 
 def request_from_body(
     body: dict[str, Any], endpoint: str, options: AnsweringOptions, models: Collection[str]
 ) -> AnswerRequest:
-    """What a body asks for.
+    """Converts a body to a request.
 
     Args:
-        options: of the command, for what the body does not say.
-        models: names of the model that is loaded.
+        options: those of the command, which are used for fields that the body does not have.
+        models: the names of the loaded model.
 
     Raises:
-        BodyError: a field is missing, impossible, or would change the answer and is not honoured.
+        BodyError: a field is missing or impossible, or would change the answer and is not supported.
     """
     asked = validated(_BODIES[endpoint], body)
     if asked.model is not None:

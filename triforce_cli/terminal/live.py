@@ -23,21 +23,22 @@ from .wrapping import WrappedText
 PICTURES_PER_S = 4
 
 QUIET_S = 0.5
-"""Where no round ends for so long, a thread draws, so that the display of a slow model follows a resize too. Otherwise
-pictures are drawn between rounds, as a thread that draws while the model runs takes a core from it."""
+"""If no round ends for this number of seconds, a thread draws, so that the display of a slow model also follows a
+resize. Otherwise pictures are drawn between rounds, because a thread that draws while the model runs takes a core from
+it."""
 
 LARGEST_SHARE = 0.01
-"""The largest share of time for drawing: slower drawing means fewer pictures, not slower decoding."""
+"""The maximum share of time for drawing. Slower drawing means fewer pictures, not slower decoding."""
 
 _MEMORY_EVERY_S = 1.0
 
 _NOW_S = 1.0
-"""The length of time that "now" is averaged over."""
+"""The number of seconds over which present speeds are averaged."""
 
 
 class LiveDisplay:
-    """The answers of a run as they are written, and figures: fills the terminal while the block runs, and gives it back
-    as it was. The text is shown of a single answer, of several a line each.
+    """Shows the answers of a run while they are written, and figures. It fills the terminal within the context, and
+    then restores it. A single answer is shown as text; several answers have one line each.
 
     It draws on the terminal's alternate screen, so that a resize or a scroll leaves nothing behind.
     """
@@ -54,10 +55,10 @@ class LiveDisplay:
         others: Callable[[], tuple[int, Figures, int]] = lambda: (0, Figures(), 0),
     ) -> None:
         """Args:
-        rows: the answers as they are now.
-        lengths: `draft_length` and `block_length` in force.
-        single: whether there is one answer, whose text `note` is given.
-        others: answers without a line: how many have ended, their figures, and how many are to come.
+        rows: returns the present state of the answers.
+        lengths: returns the present `draft_length` and `block_length`.
+        single: whether there is a single answer, whose text `note` receives.
+        others: returns data about answers without a line: how many have ended, their figures, and how many are to come.
         """
         self._title, self._rows, self._lengths, self._others = title, rows, lengths, others
         self._device = device
@@ -87,7 +88,7 @@ class LiveDisplay:
 
     @staticmethod
     def possible(console: Console) -> bool:
-        """Whether `console` is a terminal that can show it."""
+        """Whether `console` is a terminal that can show the display."""
         return console.is_terminal and not console.is_dumb_terminal and console.encoding.startswith("utf")
 
     def __enter__(self) -> Self:
@@ -103,12 +104,12 @@ class LiveDisplay:
             self._live.stop()
 
     def draw_if_due(self) -> None:
-        """To be called between rounds."""
+        """Draws a picture if one is due. To be called between rounds."""
         if time.perf_counter() - self._drawn_at >= self._pause and not self._closing.is_set():
             self._draw()
 
     def note(self, piece: str, event: Round) -> None:
-        """Adds what a round has brought to an answer; draws if a picture is due."""
+        """Adds the text of a round to an answer, and draws if a picture is due."""
         if event.index:
             self._history.append((event.seconds, len(event.tokens)))
         if self._text:
@@ -117,7 +118,7 @@ class LiveDisplay:
         self.draw_if_due()
 
     def snapshot(self) -> Snapshot:
-        """The state of the run now."""
+        """The present state of the run."""
         history, lengths = tuple(self._history), self._lengths()
         tbt = self._sorted_tbt if self._text else _tbt(history)  # of many answers lately: a list of all might be long
         tbt.sort()  # only the end of it is new
@@ -144,7 +145,7 @@ class LiveDisplay:
         )
 
     def _memory_now(self) -> tuple[int, int]:
-        """Bytes that this process holds, and that are available beside them; looked up once a second."""
+        """The bytes of memory that this process uses, and that are still available. They are updated once a second."""
         now = time.perf_counter()
         if now - self._memory_at > _MEMORY_EVERY_S:
             self._memory = (self._process.memory_info().rss, psutil.virtual_memory().available)
@@ -177,13 +178,16 @@ class LiveDisplay:
 
 
 def _tbt(history: Iterable[tuple[float, int]]) -> list[float]:
-    """Of each token of these rounds, its share of its round's seconds."""
+    """For each token of these rounds, its share of the seconds of its round."""
     return [seconds / tokens for seconds, tokens in history for _ in range(tokens)]
 
 
 def _recent(history: tuple[tuple[float, int], ...], together: int) -> float:
-    """Time per token over the last rounds, as many as `_NOW_S` holds but at least one; 0 before there is any. So many
-    answers have theirs `together`."""
+    """The time per token over the last rounds within `_NOW_S`, at least one round; 0 if there is no round.
+
+    Args:
+        together: the number of answers whose rounds are in `history`.
+    """
     seconds, tokens = 0.0, 0
     for round_s, round_tokens in reversed(history):
         seconds, tokens = seconds + round_s, tokens + round_tokens

@@ -1,7 +1,7 @@
-"""One picture of the live display, drawn from a snapshot: a pure function, so that tests need no terminal.
+"""Draws one picture of the live display from a snapshot. It is a pure function, so tests need no terminal.
 
-It builds rich segments by hand instead of nesting tables and panels, which takes a fraction of the time: it is drawn
-several times a second by the process that computes.
+It builds rich segments directly instead of nesting tables and panels. This takes a fraction of the time, which matters
+because the process that computes draws several times a second.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .segments import DIM, LABEL, PLAIN, Line, bar, fit, framed, labelled, memor
 from .wrapping import WrappedText
 
 SIDE_BY_SIDE = 144
-"""Columns from which the numbers stand beside a text instead of below it."""
+"""From this number of columns on, the numbers are beside a text instead of below it."""
 
 _SIDE_WIDTH = 66
 _BLOCKS = " ▁▂▃▄▅▆▇█"
@@ -36,19 +36,19 @@ _PARTS = {
     "refresh": ("█", Style.parse("yellow")),
     "other": ("·", Style.parse("white")),
 }
-"""How each part of a round looks; the glyphs differ as well, for terminals without colours."""
+"""The glyph and the style of each part of a round. The glyphs differ, too, for terminals without colours."""
 
 _LEAST_NAME = 8
-"""Cells below which a name is left out: figures come first."""
+"""With fewer cells than this, a name is left out, because figures are more important."""
 
 _WIDE = 64
-"""Cells of a line from which on the limit of tokens stands beside their number."""
+"""From this number of cells of a line on, the limit of tokens is shown beside their number."""
 
 _LEAST_TEXT = 4
-"""Lines of a text, or of a list of answers, that stay however many numbers there are."""
+"""Minimum number of lines of a text, or of a list of answers, however many numbers there are."""
 
 _NUMBERS = 6
-"""Lines of numbers that stay beside a list of answers however long it is, where there are lines enough."""
+"""Minimum number of lines of numbers, however long the list of answers is, if there are enough lines."""
 
 _STATES = {
     "reading": Style.parse("cyan"),
@@ -57,12 +57,12 @@ _STATES = {
     "failed": Style.parse("red"),
     "ended": DIM,
 }
-"""In the order in which answers keep their line where there are more of them than lines."""
+"""The style of each state. If there are more answers than lines, answers keep their line in this order of states."""
 
 
 @dataclass(frozen=True)
 class AnswerRow:
-    """An answer, as one line shows it."""
+    """The contents of the line of an answer."""
 
     name: str
     state: str
@@ -70,19 +70,20 @@ class AnswerRow:
     max_new_tokens: int
     statistics: Statistics = field(default_factory=Statistics)
     read: float = 0.0
-    """The share of its prompt that is read."""
+    """The share of its prompt whose prefill is done."""
     note: str = ""
-    """Why it waits, or has failed."""
+    """The reason why it waits or has failed."""
     text: str = ""
-    """What it has written, or the end of that."""
+    """The text so far, or the end of it."""
     budget: int = 0
-    """Tokens of its retrieval cache, if it has one."""
+    """Size of its retrieval cache in tokens; 0 if it has none."""
 
     @staticmethod
     def of(name: str, sequence: BatchSequence, max_new_tokens: int, *, ended: bool, text: str = "") -> AnswerRow:
         """The line of a sequence.
 
-        Args: `ended` is whether its answer is complete.
+        Args:
+            ended: whether its answer is complete.
         """
         state = "failed" if sequence.error is not None else "ended" if ended else sequence.state
         note = sequence.error or sequence.waits_for or ""
@@ -93,11 +94,11 @@ class AnswerRow:
 
 @dataclass(frozen=True)
 class Figures:
-    """Counts and times of answers, added up: tokens, seconds and bytes, as in `Statistics`."""
+    """Counts and times of several answers, added up. Tokens, seconds and bytes, as in `Statistics`."""
 
     new_tokens: int = 0
     later_tokens: int = 0
-    """Those after the first one of each answer."""
+    """Tokens after the first token of each answer."""
     rounds: int = 0
     decode_s: float = 0.0
     draft_s: float = 0.0
@@ -113,7 +114,7 @@ class Figures:
 
     @classmethod
     def of(cls, s: Statistics) -> Self:
-        """Those of one answer."""
+        """The figures of one answer."""
         same = {one.name: getattr(s, one.name) for one in fields(cls) if not one.name.endswith("_tokens")}
         return cls(len(s.token_ids), len(s.token_s), **same)
 
@@ -122,19 +123,19 @@ class Figures:
 
     @property
     def time_s(self) -> dict[str, float]:
-        """Since decoding began, by part of a round."""
+        """Seconds since decoding began, by part of a round."""
         parts = self.draft_s, self.retrieval_s, self.verify_s, self.refresh_s
         return dict(zip(_PARTS, (*parts, max(0.0, self.decode_s - sum(parts))), strict=True))
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What the display shows. Seconds, bytes, tokens."""
+    """The data of the display. Units are seconds, bytes and tokens."""
 
     title: str
     rows: Sequence[AnswerRow]
     text: WrappedText | None
-    """Of the only answer, which then has no line; `None` where there are several."""
+    """The text of a single answer, which then has no line; `None` if there are several answers."""
     elapsed_s: float
     tbt_now_s: float
     tbt_p95_s: float
@@ -145,17 +146,17 @@ class Snapshot:
     process_bytes: int
     available_bytes: int
     device_bytes: int = 0
-    """Taken on a GPU at most so far; 0 on a CPU."""
+    """Peak memory on a GPU so far; 0 on a CPU."""
     done: int = 0
-    """Answers that ended and have no line any more."""
+    """Number of answers that ended and have no line any more."""
     done_figures: Figures = Figures()
-    """Theirs."""
+    """The figures of these answers."""
     to_come: int = 0
-    """Answers that have no line yet."""
+    """Number of answers that have no line yet."""
 
     @cached_property
     def figures(self) -> Figures:
-        """Of all answers so far."""
+        """The figures of all answers so far."""
         return sum((Figures.of(row.statistics) for row in self.rows), self.done_figures)
 
 
@@ -175,7 +176,7 @@ def draw(snapshot: Snapshot, width: int, height: int) -> list[Line]:
 
 
 def _stacked(snapshot: Snapshot, width: int, height: int) -> list[Line]:
-    """Text or answers above, numbers below; a low terminal loses numbers from the end."""
+    """Text or answers above, numbers below. If the terminal is too low, the last numbers are left out."""
     numbers = [
         _with_spark(_tbt(snapshot), snapshot, width),
         _speed(snapshot),
@@ -237,7 +238,7 @@ def _with_spark(line: Line, snapshot: Snapshot, width: int) -> Line:
 
 
 def _speed(s: Snapshot) -> Line:
-    """Of one answer while it is decoded, of several together with all that takes time."""
+    """The speed: for one answer, that of decoding; for several together, including everything that takes time."""
     f = s.figures
     if s.text is None:
         speed, most = _ratio(f.new_tokens, s.elapsed_s), ""
@@ -248,7 +249,7 @@ def _speed(s: Snapshot) -> Line:
 
 
 def _ratio(part: float, whole: float) -> float:
-    """0 where the whole is not more than that."""
+    """`part / whole`; 0 if `whole` is not above 0."""
     return part / whole if whole > 0 else 0.0
 
 
@@ -261,7 +262,7 @@ def _progress(s: Snapshot, width: int) -> Line:
 
 
 def _states(s: Snapshot) -> list[Line]:
-    """How many answers are in each state, and what one waits for, where there are several."""
+    """The number of answers in each state, and the reason why an answer waits, if there are several answers."""
     if s.text is not None:
         return []
     waits = next((row.note for row in s.rows if row.state == "waiting" and row.note), "")
@@ -288,7 +289,8 @@ def _lengths(s: Snapshot) -> Line:
 
 
 def _read(s: Snapshot) -> Line:
-    """Of several answers only how fast: what they share is read once, and counted with each."""
+    """The line about prefill. For several answers, only its speed: tokens that they share are read once, but counted
+    with each answer."""
     gb, seconds = s.figures.kv_read_bytes / 1e9, s.figures.kv_read_s
     speed = f"{gb / seconds:.1f} GB/s" if seconds else ""
     if s.text is None:
@@ -301,7 +303,8 @@ def _memory(s: Snapshot, width: int) -> Line:
 
 
 def _time_bar(s: Snapshot, width: int) -> Line:
-    """One bar of `width` cells, divided like the time of a round; ends are rounded, so that the parts add up."""
+    """One bar of `width` cells, divided like the time of a round. The ends of parts are rounded, so that the parts add
+    up."""
     line: Line = []
     passed, drawn = 0.0, 0
     for name, share in _shares(s):
@@ -314,7 +317,7 @@ def _time_bar(s: Snapshot, width: int) -> Line:
 
 
 def _time_legend(s: Snapshot, width: int) -> list[Line]:
-    """What the parts of the bar are, in as many lines as they need: one line of 76 cells holds any shares."""
+    """The legend of the bar, in as many lines as it needs. One line of 76 cells has room for any shares."""
     lines: list[Line] = [labelled("", [])]
     used = LABEL
     for name, share in _shares(s):
@@ -338,7 +341,7 @@ def _time_rows(s: Snapshot, width: int) -> list[Line]:
 
 
 def _shares(s: Snapshot) -> list[tuple[str, float]]:
-    """Of the time of a round, 0 to 1, by part."""
+    """The share of each part in the time of a round, 0 to 1."""
     times = s.figures.time_s
     return [(name, _ratio(seconds, sum(times.values()))) for name, seconds in times.items()]
 
@@ -355,7 +358,7 @@ def _sparkline(values: tuple[float, ...], width: int, height: int) -> list[Line]
 
 
 def _state_words(s: Snapshot) -> str:
-    """How many answers are in each state."""
+    """The number of answers in each state, as text."""
     counts = Counter(row.state for row in s.rows)
     counts["ended"] += s.done
     counts["waiting"] += s.to_come
@@ -363,7 +366,7 @@ def _state_words(s: Snapshot) -> str:
 
 
 def _answer_lines(s: Snapshot, width: int, room: int) -> list[Line]:
-    """A line for each answer; where there are more than `room`, those that are at work keep theirs."""
+    """A line for each answer. If there are more than `room` answers, those that are being computed keep their line."""
     if room <= 0:
         return []
     shown = range(len(s.rows))
@@ -413,7 +416,7 @@ def _answer_line(index: int, row: AnswerRow, digits: int, width: int) -> Line:
 
 
 def _end(text: str, room: int) -> str:
-    """The end of a text, where it does not fit as a whole."""
+    """The text, or its end if it does not fit."""
     if cell_len(text) <= room:
         return text
     text = text[-room:]
@@ -427,6 +430,6 @@ def _tokens_width(width: int) -> int:
 
 
 def _name_width(digits: int, width: int) -> int:
-    """Cells that are left for a name; 0 where there are too few."""
+    """The number of cells that are left for a name; 0 if there are too few."""
     left = width - (digits + 1 + 8 + _tokens_width(width) + 1 + 6 + 1 + 8 + 2)
     return left if left >= _LEAST_NAME else 0

@@ -1,4 +1,4 @@
-"""Where results go: the text to stdout, statistics to a JSON file, each written whole or with an error."""
+"""Writes results: text to stdout, statistics to a JSON file. Each is written completely, or an error is raised."""
 
 from __future__ import annotations
 
@@ -22,30 +22,29 @@ if TYPE_CHECKING:
 _CONTROL = {code: "�" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
 
 _DIM = "\x1b[2m", "\x1b[22m"
-"""What a terminal dims a text between."""
+"""The codes before and after a dimmed text on a terminal."""
 _WITHOUT_STYLES = ("dumb", "unknown")
-"""Terminals that cannot, by their `TERM`."""
+"""Values of `TERM` for terminals that cannot dim text."""
 
 _QUOTED = 60
-"""Letters of a text that a message quotes."""
+"""Maximum number of letters of a text that a message quotes."""
 
 
 def printable(text: str) -> str:
-    """`text` without control characters, which a terminal would act on."""
+    """`text` without control characters, which a terminal would obey."""
     return text.translate(_CONTROL)
 
 
 def in_one_line(text: str) -> str:
-    """The beginning of a text, as a message quotes it."""
+    """The beginning of a text, in one line, for a message."""
     line = " ".join(text.split())
     return line if len(line) <= _QUOTED else line[: _QUOTED - 1] + "…"
 
 
 class TextOutput:
-    """Generated text on stdout, as it grows or at the end.
+    """Writes generated text to stdout, as it grows or at the end.
 
-    A file or a pipe gets the text and nothing else, in UTF-8. A terminal gets a line end after it, and no control
-    characters.
+    A file or a pipe gets only the text, in UTF-8. A terminal gets a line end after it, and no control characters.
     """
 
     def __init__(self, *, deferred: bool) -> None:
@@ -54,7 +53,7 @@ class TextOutput:
         """
         self._deferred = deferred
         self.on_terminal = sys.stdout.isatty()
-        """Whether it is read as it comes, and control characters would be obeyed."""
+        """Whether stdout is a terminal: text is read as it arrives, and control characters would be obeyed."""
         self._pieces: list[str] = []
         self._last = ""
         if isinstance(sys.stdout, io.TextIOWrapper):
@@ -71,13 +70,13 @@ class TextOutput:
             self._put(piece)
 
     def write_dim(self, piece: str) -> None:
-        """Writes a text at once, dimmed on a terminal that can do so; `Stop` as for `write`."""
+        """Writes a text at once, dimmed on a terminal that supports it. Raises `Stop` as `write` does."""
         if piece:
             dims = self.on_terminal and os.environ.get("TERM") not in _WITHOUT_STYLES
             self._put(piece, *(_DIM if dims else ()))
 
     def close(self) -> None:
-        """Writes what is left; `Stop` as for `write`."""
+        """Writes the text that is left. Raises `Stop` as `write` does."""
         self._deferred = False
         self.write("".join(self._pieces))
         self._pieces.clear()
@@ -85,7 +84,7 @@ class TextOutput:
             self.end_line()
 
     def end_line(self) -> None:
-        """Ends a line that has begun; `Stop` as for `write`."""
+        """Ends a line that has begun. Raises `Stop` as `write` does."""
         if self._last not in ("", "\n"):
             self.write("\n")
 
@@ -106,7 +105,7 @@ class TextOutput:
 
 
 class ResultFile:
-    """A file for a result, checked before the run. A regular file is replaced as a whole or not at all."""
+    """A file for a result, which is checked before the run. A regular file is replaced completely or not at all."""
 
     def __init__(self, path: Path | None, temporary: Path | None, option: str) -> None:
         self._path, self._temporary, self._option = path, temporary, option
@@ -117,7 +116,7 @@ class ResultFile:
 
     @property
     def kind(self) -> str:
-        """The ending of its name, without the dot."""
+        """The ending of the file's name, without the dot."""
         return self._path.suffix[1:].lower() if self._path else ""
 
     @classmethod
@@ -155,7 +154,7 @@ class ResultFile:
             temporary.unlink(missing_ok=True)
 
     def write_bytes(self, content: bytes) -> None:
-        """Writes the file; nothing where none was asked for.
+        """Writes the file. Does nothing if no file was asked for.
 
         Raises:
             TriforceError: it cannot be written.
@@ -172,18 +171,18 @@ class ResultFile:
 
 
 class JsonFile(ResultFile):
-    """Where the JSON of a run goes; `-` is stdout."""
+    """The destination of the JSON of a run; `-` is stdout."""
 
     @property
     def on_stdout(self) -> bool:
         return self._path == Path("-")
 
     def write(self, document: Any) -> None:
-        """Writes `document`; nothing where no file was asked for.
+        """Writes `document`. Does nothing if no file was asked for.
 
         Raises:
             TriforceError: the file cannot be written.
-            Stop: stdout cannot.
+            Stop: stdout cannot be written.
         """
         text = json.dumps(document, ensure_ascii=False, indent=2) + "\n"
         content = text.encode("utf-8", "backslashreplace")  # a path need not be UTF-8; JSON escapes it likewise
@@ -195,15 +194,16 @@ class JsonFile(ResultFile):
 
 
 def same_terminal(one: TextIO, other: TextIO) -> bool:
-    """Whether both streams are the same terminal, by its device: in a container it may have no name."""
+    """Whether both streams are the same terminal. The devices are compared, because in a container a terminal may have
+    no name."""
     if not (one.isatty() and other.isatty()):
         return False
     return os.fstat(one.fileno()).st_rdev == os.fstat(other.fileno()).st_rdev
 
 
 def result_console(json_file: JsonFile) -> Console:
-    """Where a table that is the result goes: stdout, or stderr where stdout is the JSON's; as wide as it needs, where
-    there is no terminal."""
+    """The console for a table that is the result: stdout, or stderr if the JSON goes to stdout. Without a terminal, it
+    is as wide as the table needs."""
     from rich.console import Console
 
     stream = cast(IO[str], BestEffortStream(sys.stderr)) if json_file.on_stdout else sys.stdout

@@ -1,4 +1,4 @@
-"""Parts of lines that live displays are drawn of, as rich segments."""
+"""Parts of the lines of live displays, as rich segments."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ...tp.units import gib
 Line = list[Segment]
 
 LABEL = 10
-"""Cells of a label at the beginning of a line."""
+"""The number of cells of a label at the beginning of a line."""
 
 PLAIN = Style.null()
 DIM = Style.parse("dim")
@@ -22,7 +22,7 @@ _BAR = Style.parse("cyan")
 
 
 def framed(title: str, body: list[Line], below: str, width: int) -> list[Line]:
-    """Lines of exactly `width` cells in a frame, with words in its upper and its lower edge."""
+    """Puts lines of exactly `width` cells into a frame, with text in its upper and its lower edge."""
     edge = Segment("│ ", FRAME), Segment(" │", FRAME)
     return [
         _border("╭", title, "╮", width),
@@ -37,18 +37,18 @@ def labelled(label: str, line: Line) -> Line:
 
 
 def spans(*parts: str) -> Line:
-    """Words and values alternate; values are bold."""
+    """A line of alternating words and values; values are bold."""
     return [Segment(part, STRONG if index % 2 else PLAIN) for index, part in enumerate(parts) if part]
 
 
 def bar(share: float, width: int) -> Line:
-    """A bar of `width` cells of which a share, 0 to 1, is done."""
+    """A bar of `width` cells, filled up to `share`, 0 to 1."""
     full = round(min(1.0, max(0.0, share)) * width)
     return [Segment("━" * full, _BAR), Segment("─" * (width - full), DIM)]
 
 
 def memory_line(process_bytes: int, available_bytes: int, device_bytes: int, width: int) -> Line:
-    """What this process holds of what it could have, in `width` cells."""
+    """The memory that this process uses, and the memory that it could have, in `width` cells."""
     limit = process_bytes + available_bytes
     line = labelled("memory", spans("", gib(process_bytes), " of ", gib(limit)))
     if device_bytes:
@@ -58,7 +58,7 @@ def memory_line(process_bytes: int, available_bytes: int, device_bytes: int, wid
 
 
 def padded(lines: list[str], height: int) -> list[str]:
-    """The same with empty lines after them, `height` in all."""
+    """The lines with empty lines after them, `height` lines in all."""
     return lines + [""] * (height - len(lines))
 
 

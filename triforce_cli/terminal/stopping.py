@@ -1,4 +1,4 @@
-"""Ctrl-C, SIGTERM, a closed terminal and a reader that goes away stop a run where it is safe, and no text is lost."""
+"""Ctrl-C, SIGTERM, a closed terminal and a reader that ends stop a run at a safe point, and no text is lost."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ T = TypeVar("T")
 _MESSAGES = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated", signal.SIGHUP: "hung up"}
 
 REPEAT_S = 1.0
-"""A signal that follows another one within this time is a repetition: a key held down, or a shell and a terminal that
-both send it."""
+"""A signal that comes within this number of seconds after another is a repetition: a key was held down, or a shell and
+a terminal have both sent it."""
 
 
 class Stop(BaseException):
-    """A request to stop, from outside. Not an `Exception`, so that no handler for errors swallows it, nor a
-    `KeyboardInterrupt`, which the option parser would turn into something else."""
+    """A request from outside to stop. It is not an `Exception`, so that no handler for errors catches it. It is not a
+    `KeyboardInterrupt` either, which the option parser would convert."""
 
     def __init__(self, exit_code: int, message: str) -> None:
         """Args:
@@ -38,10 +38,10 @@ class Stop(BaseException):
 
 
 def step(rounds: Iterator[T], signals: Signals) -> T | None:
-    """One step of a run that ends where `signals.pending`; `None` at its end.
+    """The next item of a run that ends itself if `signals.pending`; `None` at its end.
 
     Raises:
-        Stop: it has ended, and a signal came.
+        Stop: the run has ended, and a signal came.
     """
     event = next(rounds, None)
     if event is None:
@@ -50,26 +50,26 @@ def step(rounds: Iterator[T], signals: Signals) -> T | None:
 
 
 class Signals:
-    """Within this block SIGINT, SIGTERM and SIGHUP raise `Stop` where the main thread is, at once or, inside
+    """Within this context, SIGINT, SIGTERM and SIGHUP raise `Stop` in the main thread: at once or, inside
     `with signals.delayed()`, as soon as that ends.
 
-    So the loading of a model is interrupted at once, and a run after its round, which leaves the caches whole; the
-    writing of text and statistics is never interrupted. Once a signal was raised, all are delayed, so that repeating it
-    does not interrupt the ending that it set off. A new one, `REPEAT_S` after the last, is raised at once: neither a
-    long round nor a blocked pipe must hold the process.
+    So loading a model is interrupted at once, and a run after its round, which leaves the caches complete. Writing text
+    and statistics is never interrupted. Once a signal was raised, all further signals are delayed, so that repeating
+    the signal does not interrupt the shutdown. A new signal, `REPEAT_S` after the last, is raised at once, because
+    neither a long round nor a blocked pipe must keep the process from ending.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         """Args:
-        clock: seconds, by which a repetition is told from a new signal.
+        clock: returns seconds, by which a repetition is distinguished from a new signal.
         """
         self._clock = clock
         self._delayed = False
         self._stop: Stop | None = None
-        """The interrupt that waits for `release`, or was raised already."""
+        """The interrupt that waits for `release`, or that was raised already."""
         self._last_at = float("-inf")
         self.taken = 0
-        """How often an interrupt was taken, and the process went on."""
+        """How often an interrupt was handled so that the process continued."""
         self._previous: dict[int, object] = {}
 
     def __enter__(self) -> Self:
@@ -81,7 +81,7 @@ class Signals:
             signal.signal(number, handler)  # pyright: ignore[reportArgumentType]
 
     def install(self) -> None:
-        """Begins the block; nothing outside the main thread. SIGHUP stays ignored where it is (`nohup`)."""
+        """Enters the context. Does nothing outside the main thread. SIGHUP stays ignored if it is (`nohup`)."""
         if threading.current_thread() is not threading.main_thread():
             return
         for number in _MESSAGES:
@@ -90,26 +90,26 @@ class Signals:
             self._previous[number] = signal.signal(number, self._handle)
 
     def ignore(self) -> None:
-        """Ignores signals from here to the end of the process, whose exit they would only disturb."""
+        """Ignores signals from here to the end of the process, because they would only disturb its exit."""
         for number in self._previous:
             signal.signal(number, signal.SIG_IGN)
         self._previous = {}
 
     def leave_to_rank_0(self) -> None:
-        """From here on signals do nothing in this process: rank 0 handles them."""
+        """From here on, signals do nothing in this process, because rank 0 handles them."""
         for number in self._previous:
             signal.signal(number, lambda *_: None)
 
     @contextmanager
     def delayed(self, *, release: bool = True) -> Iterator[None]:
-        """Signals wait within this block; an error on its way out of it leaves them delayed.
+        """Signals wait within this context. If an error leaves the context, they remain delayed.
 
         Args:
-            release: whether a signal may interrupt again after the block. False for the last block of a command, whose
-                results are out by then.
+            release: whether a signal may interrupt again after the context. False for the last context of a command,
+                whose results are written by then.
 
         Raises:
-            Stop: after the block, where a signal came in it.
+            Stop: after the context, if a signal came in it.
         """
         before, self._delayed = self._delayed, True
         yield
@@ -118,10 +118,10 @@ class Signals:
 
     @contextmanager
     def interruptible(self) -> Iterator[None]:
-        """A block of `delayed` code that a signal may interrupt.
+        """A context inside `delayed` code in which a signal may interrupt.
 
         Raises:
-            Stop: before it, where a signal waits, or in it.
+            Stop: before the context, if a signal waits, or in it.
         """
         self.release()
         try:
@@ -130,10 +130,10 @@ class Signals:
             self._delayed = True
 
     def release(self) -> None:
-        """From here on a signal interrupts.
+        """From here on, a signal interrupts.
 
         Raises:
-            Stop: one came while they were delayed, or its `Stop` was raised before and something swallowed it.
+            Stop: a signal came while signals were delayed, or its `Stop` was raised before and something caught it.
         """
         self._delayed = False
         if self._stop:
@@ -141,9 +141,10 @@ class Signals:
             raise self._stop
 
     def forget_stop(self, *, repeats: bool = False) -> Stop | None:
-        """The interrupt that waits, or was raised last. It is forgotten: the next signal raises anew.
+        """Returns the interrupt that waits or was raised last, and forgets it: the next signal is raised again.
 
-        Args: `repeats` is whether a signal within `REPEAT_S` after it still counts as its repetition.
+        Args:
+            repeats: whether a signal within `REPEAT_S` after it still counts as its repetition.
         """
         stop, self._stop = self._stop, None
         self.taken += stop is not None
@@ -152,12 +153,14 @@ class Signals:
         return stop
 
     def pending(self) -> bool:
-        """Whether a signal was received while they were delayed, and waits to be raised."""
+        """Whether a signal was received while signals were delayed, and waits to be raised."""
         return self._stop is not None
 
     def raise_pending(self) -> None:
-        """Raises:
-        Stop: a signal waits, such as the one that has ended a run.
+        """Raises the signal that waits, if there is one.
+
+        Raises:
+            Stop: a signal waits, for example the signal that has ended a run.
         """
         with self.interruptible():
             pass

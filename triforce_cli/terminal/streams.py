@@ -1,4 +1,4 @@
-"""Standard streams whose reader has gone: messages are then dropped, and do not stop a run."""
+"""Standard streams whose reader may end: messages are then dropped, and do not stop a run."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from typing import TextIO
 
 
 def print_note(note: str) -> None:
-    """One line for people, on stderr."""
+    """Prints a line for people on stderr."""
     stream = BestEffortStream(sys.stderr)
     stream.write(note + "\n")
     stream.flush()
 
 
 class BestEffortStream:
-    """The part of a text stream that messages need. Once `stream` cannot be written (its reader left, its terminal was
-    closed), everything written is dropped."""
+    """The methods of a text stream that messages need. Once `stream` cannot be written (its reader has ended, its
+    terminal was closed), everything written is dropped."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -47,8 +47,8 @@ class BestEffortStream:
 
 
 def abandon(stream: TextIO) -> None:
-    """Drops what `stream` still buffers and all that follows: otherwise the interpreter would fail on it, or wait
-    for it, when it exits."""
+    """Drops the buffered text of `stream` and everything written later. Otherwise the interpreter would fail on it, or
+    wait for it, when it exits."""
     with suppress(OSError, ValueError):
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, stream.fileno())

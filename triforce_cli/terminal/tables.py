@@ -11,7 +11,8 @@ if TYPE_CHECKING:
 
 
 def make_table(titles: Sequence[str], rows: Iterable[Sequence[str]], left: Collection[str] = ()) -> Table:
-    """A table without lines: columns with a title in `left` are aligned left and may wrap, numbers do neither."""
+    """A table without lines. Columns whose title is in `left` are aligned left and may wrap. The others are numbers,
+    which are aligned right and do not wrap."""
     from rich.table import Table
     from rich.text import Text
 

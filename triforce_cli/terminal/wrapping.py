@@ -1,4 +1,4 @@
-"""Growing text that is wrapped as it comes: only its last line is wrapped again."""
+"""Wraps a growing text as it arrives: only its last line is wrapped again."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _WORDS = re.compile(r"\s+|\S+")
 
 
 class WrappedText:
-    """Text that grows and is asked for its last lines. A new width wraps all of it once."""
+    """A growing text that returns its last lines. If the width changes, the whole text is wrapped again."""
 
     def __init__(self) -> None:
         self._pieces: list[str] = []
@@ -21,12 +21,12 @@ class WrappedText:
         self._lines = [""]
 
     def add(self, piece: str) -> None:
-        """Cheap enough to call after every round; wrapping is left to `last_lines`."""
+        """Adds text. This is fast enough to be called after every round; `last_lines` does the wrapping."""
         if piece:
             self._pieces.append(piece)
 
     def last_lines(self, width: int, height: int) -> list[str]:
-        """At most `height` lines, none wider than `width` cells (1 or more)."""
+        """The last lines: at most `height`, none wider than `width` cells (1 or more)."""
         if width != self._width:
             self._width, self._taken, self._lines = width, 0, [""]
         new = self._pieces[self._taken :]
@@ -37,10 +37,10 @@ class WrappedText:
 
 
 def _extend(lines: list[str], text: str, width: int) -> None:
-    """Appends `text` to the last of `lines`, breaking before words and inside long ones.
+    """Appends `text` to the last of `lines`. Lines break before words, and inside words that are too long.
 
-    White space stays with the line it follows, even beyond the width, and is cut off only when lines are shown: so the
-    breaks do not depend on the pieces in which a text comes.
+    White space stays at the end of the line before it, even beyond the width, and is cut off only when lines are shown.
+    So the breaks do not depend on the pieces in which a text arrives.
     """
     for paragraph in (lines.pop() + text).split("\n"):
         line, used = "", 0

@@ -1,4 +1,4 @@
-/* What attention and products with AMX share: matrix tiles of 16 rows of 16 32-bit words, each two bfloat16 numbers. */
+/* Shared by attention and products with AMX: matrix tiles of 16 rows of 16 32-bit words, each two bfloat16 numbers. */
 
 #ifndef TRIFORCE_AMX_H
 #define TRIFORCE_AMX_H

@@ -1,5 +1,5 @@
-/* The numbers of matrices in ggml's formats of blocks; kernels/quantised.py documents the formula. Products and differences
- * are rounded one by one, never fused. */
+/* Expands matrices in ggml's block formats; kernels/quantised.py documents the formula. Products and differences are rounded one
+ * by one, never fused. */
 
 #if defined(__clang__)
 #pragma STDC FP_CONTRACT OFF

@@ -1,6 +1,5 @@
-/* The gated delta rule, row after row, with the short convolution before it; what it computes is said in
- * kernels/delta_rule.py. A row's bits are its own, whatever rows come with it: every number is the sum of the same numbers in
- * the same order. */
+/* The gated delta rule, row by row, with the short convolution before it; kernels/delta_rule.py documents what it computes. The
+ * bits of a row do not depend on other rows: every number is the sum of the same numbers in the same order. */
 
 #include "cpu.h"
 

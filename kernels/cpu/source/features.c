@@ -1,4 +1,4 @@
-/* Detects, once, what this processor and operating system let the kernels use. */
+/* Detects, once, the instructions that this processor and operating system support. */
 
 #if defined(__linux__)
 #define _GNU_SOURCE /* for syscall */

@@ -1,4 +1,4 @@
-/* The attention that chunks of keys got, as a retrieval cache chooses by it (offload/caches/full.py). */
+/* Sums the attention that chunks of keys received, by which a retrieval cache chooses (offload/caches/full.py). */
 
 #include "cpu.h"
 

@@ -1,7 +1,7 @@
 /* Packing of keys and values in bfloat16; kernels/packing.py documents the format.
  *
- * A tile is 64 tokens of all channels of a head. Its loops run over channels, which are contiguous in everything they
- * read and write, and are compiled once for each instruction set: compilers turn them into vector instructions. */
+ * A tile is 64 tokens of all channels of a head. Its loops run over channels, which are contiguous in all memory that they
+ * read and write. They are compiled once for each instruction set, and compilers turn them into vector instructions. */
 
 #include "cpu.h"
 

@@ -1,6 +1,6 @@
-/* Products of few rows with a matrix that is held in few bits: some outputs are expanded at a time, and multiplied by all rows
- * while they are in the cache; of blocks and very few rows, each number is multiplied as it is made. A row's sums are its own,
- * whatever rows come with it. */
+/* Products of few rows with a matrix in few bits. Some outputs are expanded at a time, and multiplied by all rows while they are
+ * in the cache. With blocks and very few rows, each number is multiplied as soon as it is expanded. The sums of a row do not
+ * depend on other rows. */
 
 #include "cpu.h"
 #include "quantised.h"

@@ -1,4 +1,4 @@
-/* The numbers of matrices that are held in few bits; kernels/quantised.py documents the formula. */
+/* Expands matrices in few bits; kernels/quantised.py documents the formula. */
 
 #include "cpu.h"
 #include "quantised.h"

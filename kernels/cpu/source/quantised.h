@@ -1,4 +1,4 @@
-/* A row at a time of matrices that are held in few bits: what expansions and products share. */
+/* Reads rows of matrices in few bits. Shared by expansions and products. */
 
 #ifndef TRIFORCE_QUANTISED
 #define TRIFORCE_QUANTISED

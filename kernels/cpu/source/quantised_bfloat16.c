@@ -1,7 +1,7 @@
-/* Numbers of quantised matrices in bfloat16, 32 at a time, with AVX-512 BF16: where a value has four or five bits, the numbers
- * it may stand for are made once for all inputs with the same scale, and looked up. They are those of quantised.c and blocks.c,
- * but for numbers below 2^-126, which become zeros, as these processors' products take them for such, and for e4m3 with scales
- * from 2^120 on. */
+/* Expands quantised matrices to bfloat16, 32 numbers at a time, with AVX-512 BF16. If a value has four or five bits, the numbers
+ * that it may encode are computed once for all inputs with the same scale, and then looked up. The numbers are those of
+ * quantised.c and blocks.c, with two exceptions: numbers below 2^-126 become zeros, as products treat them on these processors;
+ * and e4m3 with scales from 2^120 on. */
 
 #if defined(__x86_64__) && defined(__GNUC__)
 #pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,fma,f16c")

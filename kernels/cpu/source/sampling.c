@@ -1,5 +1,5 @@
-/* What tokens are drawn from, and by: rows of `vocab` float32 logits or weights, one after another. For processors with
- * AVX2; others compile it, but have no level to call it at. */
+/* Distributions of tokens, and draws from them, for contiguous rows of `vocab` float32 logits or weights. For processors with
+ * AVX2. On others it is compiled, but there is no level at which it is called. */
 
 #include "cpu.h"
 

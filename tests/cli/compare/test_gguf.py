@@ -78,7 +78,7 @@ def test_divisors_of_frequencies_are_those_of_transformers(tmp_path):
 def test_what_llama_cpp_would_compute_otherwise_is_refused(tmp_path):
     save_family(tmp_path / "window", "mistral-window")
     save_family(tmp_path / "hybrid", "qwen3.5")
-    with pytest.raises(ModelError, match="hybrid is a Qwen3_5ForCausalLM, which is not written"):
+    with pytest.raises(ModelError, match="hybrid is a Qwen3_5ForCausalLM, which cannot be converted"):
         write_gguf(tmp_path / "hybrid", tmp_path / "a.gguf", "float32")
     with pytest.raises(ModelError, match="sliding windows"):
         write_gguf(tmp_path / "window", tmp_path / "a.gguf", "float32")
@@ -88,8 +88,8 @@ def test_what_llama_cpp_would_compute_otherwise_is_refused(tmp_path):
         write_gguf(tmp_path / "dynamic", tmp_path / "b.gguf", "float32")
     for family, words in (
         ("qwen3-next", "mixtures of experts"),
-        ("qwen3.5", "is a Qwen3_5ForCausalLM, which is not written for llama.cpp"),
-        ("gemma3", "is a Gemma3ForCausalLM, which is not written for llama.cpp"),
+        ("qwen3.5", "is a Qwen3_5ForCausalLM, which cannot be converted for llama.cpp"),
+        ("gemma3", "is a Gemma3ForCausalLM, which cannot be converted for llama.cpp"),
     ):
         save_family(tmp_path / family, family)
         with pytest.raises(ModelError, match=words):

@@ -1,4 +1,4 @@
-"""The systems that can be compared: what each is, which module runs it, and which packages it needs."""
+"""The systems that can be compared, with a description, the module that runs the system, and the packages it needs."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ _PACKAGE = "triforce.cli.compare.baselines"
 
 @dataclass(frozen=True)
 class Entry:
-    """A system, and what it needs."""
+    """A system, and its requirements."""
 
     name: str
     summary: str
     module: str
-    """Gives `load(job)`; see `protocol.System`."""
+    """The module with `load(job)`; see `protocol.System`."""
     imports: tuple[str, ...] = ()
     """Modules of other packages that it needs."""
     install: str = ""
     """The command that installs them."""
     needs_draft: bool = False
     batch_only: bool = False
-    """Whether it is for several sequences only."""
+    """Whether it only decodes several sequences."""
     single_sequence_reason: str | None = None
-    """Why it decodes one sequence only, if it does."""
+    """The reason why it only decodes one sequence; `None` if it also decodes several."""
     prepares: bool = False
     """Whether its module has `prepare(job)`, to be run once before all measurements."""
 
@@ -71,4 +71,4 @@ BASELINES = {
         ),
     )
 }
-"""By name, in the order in which help lists them."""
+"""The baselines by name, in the order of the help."""

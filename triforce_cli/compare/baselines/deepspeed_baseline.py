@@ -1,7 +1,7 @@
 """DeepSpeed's ZeRO-3 inference with parameters offloaded to host memory, through transformers' `generate()`.
 
-On a GPU the KV cache is offloaded too, by transformers' own offloaded cache: that is what KV offload of ZeRO-Inference
-amounts to with current transformers. `ran` says which of this was done.
+On a GPU, the KV cache is offloaded too, by transformers' own offloaded cache. With current transformers, this is
+equivalent to the KV offload of ZeRO-Inference. `ran` says which of this was done.
 """
 
 from __future__ import annotations

@@ -57,7 +57,7 @@ class LlamaCpp:
     prompt, by the time that the job would take at that speed."""
 
     kv_cache = "KV cache"
-    """What `ran` calls it."""
+    """The name of the cache in `ran`."""
 
     def __init__(self, job: Job) -> None:
         self._job = job
@@ -203,7 +203,7 @@ class SequencesContext:
     def generate(
         self, samplers: Sequence[Any], text: list[int], questions: list[list[int]], max_new_tokens: int
     ) -> Timed:
-        """`max_new_tokens` tokens after `text` and each of `questions`, drawn by the sampler of each."""
+        """Generates `max_new_tokens` tokens after `text` and each of `questions`, drawn with the sampler of each."""
         answers: list[list[int]] = [[] for _ in questions]
         llama_cpp.llama_memory_clear(self._memory, True)
         began = time.perf_counter()
@@ -229,10 +229,10 @@ class SequencesContext:
         )
 
     def _compute(self, rows: Sequence[Row], samplers: Sequence[Any], answers: list[list[int]]) -> None:
-        """Computes rows, and appends what is drawn after them to the answers of their sequences.
+        """Computes rows, and appends the tokens drawn after them to the answers of their sequences.
 
         Raises:
-            RuntimeError: llama.cpp cannot.
+            RuntimeError: llama.cpp cannot compute them.
         """
         batch = self._batch
         for start in range(0, len(rows), BATCH_TOKENS):

@@ -33,7 +33,7 @@ class Ours:
         """Raises:
         TriforceError: a sequence cannot be answered, or not together with others.
         RuntimeError: a part of the prompt was already in the cache, so that its prefill was not measured. Only the
-            first sequence is checked, as the others share what it has read.
+            first sequence is checked, because the others share its prefix.
         """
         requests = [
             Request([*text, *question], self._sampling, max_new_tokens, ignore_eos=True, number=number)

@@ -23,10 +23,11 @@ class WorkerError(Exception):
 
 
 def run_worker(module: str, action: str, job: Job, limit_s: float) -> Any:
-    """What `action` of `module` returns for `job`, computed in a process of its own.
+    """The result of `action` of `module` for `job`, computed in a separate process.
 
     Raises:
-        WorkerError: it failed, was killed, or took longer than `limit_s` seconds. It has ended, with its children.
+        WorkerError: the process failed, was killed, or took longer than `limit_s` seconds. It has ended, with its
+            children.
     """
     folder = Path(job.folder)
     job_path, result_path, log_path = folder / "job.json", folder / "result.json", folder / "worker.log"

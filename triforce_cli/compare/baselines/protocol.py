@@ -15,7 +15,7 @@ from ....offload.speculation.sampling import Sampling
 
 @dataclass(frozen=True)
 class Job:
-    """What every system is asked to do: the same weights, the same token ids, the same sampling."""
+    """The task for every system: the same weights, the same token ids, the same sampling."""
 
     system: str
     """Its name in the catalogue."""
@@ -24,29 +24,29 @@ class Job:
     """Directories."""
     given_model: str
     given_draft: str | None
-    """As the user named them: a preset's name brings its settings."""
+    """The models as given by the user; the name of a preset also gives its settings."""
     device: str
     """`cpu` or `cuda`."""
     dtype: str
     """`float32`, `bfloat16` or `float16`."""
     prompt_ids: list[int]
     max_new_tokens: int
-    """Written in full: no system stops at an end-of-sequence token."""
+    """The exact number of new tokens: no system stops at an end-of-sequence token."""
     sampling: Sampling
     threads: int
     folder: str
     """A directory for files that one worker of a system writes for the next."""
     questions: list[list[int]] | None = None
-    """What follows `prompt_ids` in each of several sequences, to be decoded together; `None` for one sequence without a
-    question."""
+    """The tokens after `prompt_ids` in each of several sequences that are decoded together; `None` for one sequence
+    without a question."""
     context: str | None = None
     """The saved context that this engine restores the prompt from."""
     options: dict[str, Any] = field(default_factory=dict)
-    """What only this system's module understands."""
+    """Options that only the module of this system uses."""
 
     @property
     def one_text(self) -> bool:
-        """Whether this engine's text is determined by the job, whatever drafts for it: it is greedy, or has a seed."""
+        """Whether the job determines this engine's text, whatever the draft: it is greedy, or has a seed."""
         return self.sampling.greedy or self.sampling.seed is not None
 
     @property
@@ -56,17 +56,17 @@ class Job:
 
     @property
     def sequences(self) -> int:
-        """Answers to be written together."""
+        """The number of answers that are written together."""
         return len(self.questions or [[]])
 
     @property
     def prompt_tokens(self) -> int:
-        """How many the longest prompt has."""
+        """The number of tokens of the longest prompt."""
         return len(self.prompt_ids) + max(map(len, self.questions or [[]]))
 
     @property
     def conditions(self) -> str:
-        """Number format, device and threads, in words."""
+        """A description of dtype, device and threads."""
         threads = "1 thread" if self.threads == 1 else f"{self.threads} threads"
         return f"{self.dtype} on {self.device}, {threads}"
 
@@ -84,19 +84,19 @@ class Timed:
     """One generation: its tokens and, measured in the system's own process, when they were written."""
 
     token_ids: list[int]
-    """Of several sequences one answer after another."""
+    """The token ids of the answers, one answer after another."""
     ttft_s: float
-    """From the call to the first token (of several sequences: until each has its first): prefill, and whatever is done
-    before it."""
+    """Seconds from the call to the first token (with several sequences: until each has its first). They include the
+    prefill, and everything before it."""
     decode_s: float
-    """From then to the last token."""
+    """Seconds from then to the last token."""
     first_tokens: int = 1
-    """Tokens that were written by the time of the first: of one sequence, those that were accepted together with it."""
+    """The number of tokens that were written by then. For one sequence, they were accepted together with the first."""
     details: dict[str, Any] = field(default_factory=dict)
 
 
 class System(Protocol):
-    """A loaded system. A baseline's module gives one with `load(job)`."""
+    """A loaded system. `load(job)` of a baseline's module returns it."""
 
     ran: str
     """What exactly runs, in words: the library with its version, the calls, and the settings that have an effect."""
@@ -126,7 +126,7 @@ class Measurement:
     """The maximum that PyTorch's tensors took on the GPU; 0 on a CPU."""
     details: dict[str, Any] = field(default_factory=dict)
     sequences: int = 1
-    """How many were decoded together."""
+    """The number of sequences that were decoded together."""
 
     @property
     def tbt_s(self) -> float:

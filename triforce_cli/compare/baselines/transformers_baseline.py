@@ -156,7 +156,7 @@ def _load(directory: str, job: Job) -> Any:
 
 
 def _load_expanded(directory: Path, config: ModelConfig, job: Job) -> Any:
-    """A model whose weights are stored in few bits or in a GGUF file, with the numbers that they stand for."""
+    """Loads a model whose weights are stored in few bits or in a GGUF file, with expanded weights."""
     dtype, read = getattr(torch, job.dtype), {}
     checkpoint = Checkpoint(directory, dtype, torch.device("cpu"))
     matrices = ModelMatrices.of(config)
@@ -193,8 +193,8 @@ def _load_expanded(directory: Path, config: ModelConfig, job: Job) -> Any:
 
 
 def _undo_file_order(read: dict[str, Tensor], linear: LinearAttention) -> None:
-    """Makes of tensors as GGUF files have them those of transformers: neighbouring value heads have a key head
-    together, `A_log` is a logarithm, and what is of a key head is together in Qwen3-Next's projections."""
+    """Converts tensors of GGUF files to those of transformers: neighbouring value heads share a key head, `A_log` is a
+    logarithm, and in Qwen3-Next's projections the outputs for a key head are adjacent."""
     together, width, keys = linear.value_heads // linear.key_heads, linear.value_dim, linear.keys
     heads = torch.arange(linear.value_heads)
     heads = heads.view(together, -1).t().flatten() if linear.tiled else heads
@@ -217,8 +217,8 @@ def _undo_file_order(read: dict[str, Tensor], linear: LinearAttention) -> None:
 
 
 def _stack_experts(read: dict[str, Tensor], experts: Experts, num_layers: int) -> None:
-    """Renames the weights of experts, by their names in files, to those of transformers' modules, which have all of a
-    layer's in one tensor."""
+    """Joins the weights of experts, which have their names in files, to the tensors of transformers' modules, which
+    have all experts of a layer in one tensor."""
     names = experts.names
     for prefix in map(layer_prefix, range(num_layers)):
         gates, ups, downs = (
@@ -232,6 +232,6 @@ def _stack_experts(read: dict[str, Tensor], experts: Experts, num_layers: int) -
 
 
 def without_defaults(model: Any) -> None:
-    """Removes the checkpoint's own generation settings (an end-of-sequence token, sampling), which `generate` would use
-    for what a job leaves out."""
+    """Removes the checkpoint's own generation settings (an end-of-sequence token, sampling). Otherwise, `generate`
+    would use them for settings that a job leaves out."""
     model.generation_config = transformers.GenerationConfig()

@@ -50,7 +50,7 @@ def main(module_name: str, action: str, job_path: str, result_path: str) -> int:
 
 
 def measure(module: ModuleType, job: Job) -> Measurement:
-    """Loads, warms up with a run over as many tokens, and times one run.
+    """Loads a system, warms up with a run over the same number of tokens, and times one run.
 
     Raises:
         RuntimeError: the system wrote another number of tokens than requested.
@@ -76,7 +76,8 @@ def measure(module: ModuleType, job: Job) -> Measurement:
 
 
 def warm_up_prompt(prompt_ids: list[int]) -> list[int]:
-    """A prompt of as many tokens with another first one: no cache of prefixes then shortens the measured prefill."""
+    """A prompt of the same length with another first token, so that no cache of prefixes shortens the measured
+    prefill."""
     other = next((token for token in prompt_ids if token != prompt_ids[0]), abs(prompt_ids[0] - 1))
     return [other, *prompt_ids[1:]]
 

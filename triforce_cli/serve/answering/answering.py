@@ -1,5 +1,5 @@
-"""The engine's run: answers to requests, and texts that are to be saved, join it one by one between rounds, and leave
-it when they are complete or nobody waits."""
+"""The engine's run. Answers to requests, and texts that are to be saved, join it one by one between rounds. They leave
+it when they are complete, or when nobody waits for them."""
 
 from __future__ import annotations
 
@@ -24,29 +24,30 @@ from .jobs import Check, Complete, Job, Piece, Progress, Saved, Upload
 from .metrics import Metrics
 
 _SAVED_FROM = 1024
-"""Tokens of a prompt from which on `--save-prompts` saves it."""
+"""From this number of tokens on, `--save-prompts` saves a prompt."""
 
 SAVED_PROMPT = "prompt-"
-"""How the names of contexts begin that `--save-prompts` saves, and of no text that a client uploads. The hash of the
-model's fingerprint and of the token ids follows."""
+"""The beginning of the names of contexts that `--save-prompts` saves. The hash of the model's fingerprint and of the
+token ids follows. Texts that clients upload cannot have such a name."""
 
 TELL_S = 0.1
-"""Between two events of how a prompt is read."""
+"""Seconds between two events about the progress of a prefill."""
 
 _CHECK_TOKENS = 3
-"""What a check writes: a prompt is read, and rounds follow."""
+"""The number of tokens of a check: it has a prefill, and rounds."""
 
 _EXPLAINED = CapacityError, ContextError, UsageError, BodyError
-"""Errors that say nothing about whether the engine works."""
+"""Errors that do not indicate that the engine is broken."""
 
 
 class Answering:
-    """Works on what waits in the queue.
+    """Does the work in the queue.
 
-    An error can be one request's, or one after which the engine works again, or one that sticks, as most errors of a
-    GPU do. Which it is shows afterwards: an error that is none of `_EXPLAINED` leaves the engine in doubt until it
-    writes a token. Where it has nothing to write, or its run has broken off, it first writes a few tokens for a check;
-    if that fails, it has failed for good. So a request that always fails does not end the server.
+    An error may belong to one request; or the engine may work again after it; or it may be permanent, as most errors of
+    a GPU are. The kind is only known afterwards. After an error that is none of `_EXPLAINED`, the engine is in doubt
+    until it has written a token. If it has nothing to write, or its run has ended, it first writes a few tokens as a
+    check. If the check fails, the engine has failed permanently. So a request that always fails does not end the
+    server.
     """
 
     def __init__(
@@ -62,24 +63,25 @@ class Answering:
         cut_by: Callable[[], BodyError | None],
     ) -> None:
         """Args:
-        note: takes notes for people.
-        most: answers that are written at a time.
-        cut_by: what those who wait are told where all is to end now.
+        note: prints a note for people.
+        most: maximum number of answers that are written at a time.
+        cut_by: returns the error for all waiting requests if everything must end now, otherwise `None`.
         """
         self._engine, self._tokenizer, self._metrics, self._note = engine, tokenizer, metrics, note
         self._queue = queue
         self._most, self._save_prompts, self._cut_by = most, save_prompts, cut_by
         self._session: Session | None = None
         self.broken = False
-        """Whether it broke off where other ranks, if there are any, go on."""
+        """Whether the run ended at a point at which other ranks, if there are any, continue."""
         self.failed = False
-        """Whether the engine has failed for good."""
+        """Whether the engine has failed permanently."""
         self._written: WeakSet[Task] = WeakSet()  # what the round under way has brought tokens to so far
         self._in_doubt = False  # whether it works
         self._checking = False  # and nothing else begins meanwhile
 
     def __len__(self) -> int:
-        """Answers that are being written and texts that are read, or wait for memory; for any thread."""
+        """The number of answers that are being written, and of texts that are being read, including those that wait for
+        memory. May be called from any thread."""
         return len(self._session.tasks) if self._session else 0
 
     @property
@@ -87,10 +89,11 @@ class Answering:
         return list(self._session.tasks) if self._session else []
 
     def run(self) -> None:
-        """Works until the queue is closed. All that was taken from it gets its last event.
+        """Works until the queue is closed. All work that was taken from the queue gets its last event.
 
         Raises:
-            Exception: the engine failed; those who waited are told. `failed` is whether that is for good.
+            Exception: the engine failed; the waiting requests have got an error. `failed` says whether the failure is
+                permanent.
         """
         self._checking = self._in_doubt
         session = self._session = Session(
@@ -137,7 +140,8 @@ class Answering:
             self._count_traffic(session)
 
     def _begins_round(self, event: Event) -> bool:
-        """Whether an event is the first one of a round that follows another, or of no answer's tokens."""
+        """Whether an event is the first event of a round that follows another, or does not belong to an answer's
+        tokens."""
         if not isinstance(event, Written):
             return event is None
         begins = event.task in self._written
@@ -151,7 +155,7 @@ class Answering:
             self._metrics.update(session.run.traffic(), session.run.kv_memory_bytes())
 
     def _next(self, waits: bool) -> Task | None:
-        """What the engine is to do next; waits for it where nothing else is running."""
+        """The next task for the engine. Waits for it if nothing else is running."""
         if waits and self._in_doubt:
             self._checking = True
             owner, limits = Check("", lambda _: None), {"max_new_tokens": _CHECK_TOKENS, "ignore_eos": True}
@@ -176,10 +180,10 @@ class Answering:
         return None
 
     def _judge(self, event: Event) -> None:
-        """Learns from an event whether the engine works.
+        """Updates, from an event, whether the engine works.
 
         Raises:
-            Exception: what a check has failed with.
+            Exception: the error with which a check has failed.
         """
         checks = event is not None and isinstance(event.task.owner, Check)
         if isinstance(event, Failed):
@@ -198,7 +202,8 @@ class Answering:
             self._checking = False
 
     def _saved_as(self, work: Job) -> str | None:
-        """The name of the context that a prompt is saved as, if it is: the first answer to it saves for all."""
+        """The name of the context as which a prompt is saved; `None` if it is not saved. The first answer to a prompt
+        saves it for all answers."""
         index, draw = divmod(work.begun - 1, work.request.n)
         prompt, contexts = work.prompts[index].token_ids, self._engine.contexts
         wanted = self._save_prompts and work.request.context is None and len(prompt) >= _SAVED_FROM and draw == 0
@@ -212,10 +217,10 @@ class Answering:
         return SAVED_PROMPT + blake2b(named.encode(), digest_size=16).hexdigest()
 
     def _begin(self, work: Job | Upload) -> Task | None:
-        """What the engine is to do for the part of it that was popped last, if anything.
+        """The engine's task for the part of the work that was popped last; `None` if there is nothing to do.
 
         Raises:
-            BodyError: it cannot be done any more.
+            BodyError: the work cannot be done any more.
         """
         if isinstance(work, Upload):
             assert self._engine.contexts  # it was loaded from files
@@ -229,8 +234,9 @@ class Answering:
         return task.prepare(self._tokenizer, self._engine.target.config.eos_token_ids)
 
     def _may_join(self, work: Job | Upload) -> bool:
-        """Texts that are read come one at a time, as several of the same name would be in each other's way; a grammar
-        that is compiled no more is first compiled again, beside the answers, for which that may take a second."""
+        """Whether a piece of work may join the run now. Texts that are read join one at a time, because several of the
+        same name would conflict. If a grammar is no longer compiled, it is first compiled again beside the answers,
+        which may take a second."""
         if isinstance(work, Upload):
             return not any(isinstance(task.owner, Upload) for task in self._tasks)
         grammar, grammars = work.prompts[0].grammar, self._engine.grammars
@@ -240,7 +246,7 @@ class Answering:
         return work.compiled is not None and work.compiled.is_set()
 
     def _send_piece(self, event: Written) -> None:
-        """Hands on what a round brought to an answer."""
+        """Sends the text that a round has added to an answer."""
         task, job = event.task, event.task.owner
         assert task.sequence
         s = task.sequence.statistics
@@ -255,7 +261,7 @@ class Answering:
             job.send(Piece(task.number, event.piece, logprobs, Timings.of(s) if job.timed else None))
 
     def _send_end(self, task: Task) -> None:
-        """Says that an answer is complete, or a text is saved."""
+        """Sends the event that an answer is complete, or that a text is saved."""
         assert task.sequence
         s, work = task.sequence.statistics, task.owner
         work.ended += 1
@@ -270,7 +276,7 @@ class Answering:
             work.send(Complete(task.number, end))
 
     def _send_progress(self, task: Task, share: float) -> None:
-        """Says how much of a prompt is read."""
+        """Sends the progress of a prefill."""
         work, now = task.owner, time.perf_counter()
         if task.draw or not work.wants_progress or (share < 1 and now - work.progress_sent < TELL_S):
             return
@@ -283,13 +289,13 @@ class Answering:
         work.send(Progress(s.prompt_tokens, s.reused_tokens, processed, now - work.reading_began, task.number))
 
     def _fail_all(self, error: BaseException) -> None:
-        """Tells all whose work was begun that nothing follows."""
+        """Sends an error for all work that was begun. Nothing follows it."""
         for job in dict.fromkeys(task.owner for task in self._tasks):
             self._fail(job, error)
         if self._session:
             self._session.tasks.clear()
 
     def _fail(self, job: Job | Upload, error: BaseException) -> None:
-        """Tells whoever waits for it that nothing follows; what waits of it is dropped."""
+        """Sends an error for a piece of work. Nothing follows it, and its waiting parts are dropped."""
         job.fail(error)
         self._queue.remove(job)

@@ -1,6 +1,8 @@
-"""Work that waits: a bounded queue, round-robin over clients, so that one who asks a lot delays the others little. What
-has several parts is popped once for each, and in between comes what others wait for. It also knows what was popped and
-has not ended, so that any thread can break that off."""
+"""A bounded queue of waiting work, round-robin over clients, so that a client with many requests delays others little.
+
+Work with several parts is popped once for each part, and work of other clients comes in between. The queue also keeps
+the work that was popped and has not ended, so that any thread can interrupt it.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ class Waiting(Protocol):
 
     @property
     def client(self) -> str:
-        """Whose it is."""
+        """The client that it belongs to."""
         ...
 
 
@@ -23,15 +25,15 @@ W = TypeVar("W", bound=Waiting)
 
 
 class FairQueue(Generic[W]):
-    """For any number of threads that put, and one that pops."""
+    """A queue for any number of threads that put work, and one thread that pops work."""
 
     def __init__(
         self, most: int, begin: Callable[[W], bool] = lambda _: True, refuse: Callable[[W], None] = lambda _: None
     ) -> None:
         """Args:
-        most: pieces of work that wait; one of which parts are still to begin counts as one.
-        begin: takes note that a part of a piece of work begins; whether that was the last one.
-        refuse: tells a piece of work that it waits no more, as its place was given to another client.
+        most: maximum number of pieces of work that wait. Work counts as one piece while some of its parts wait.
+        begin: notes that a part of a piece of work begins, and returns whether it is the last part.
+        refuse: called with a piece of work that was removed because its place was given to another client.
         """
         self._most, self._begin, self._refuse = most, begin, refuse
         self._by_client: OrderedDict[str, deque[W]] = OrderedDict()
@@ -44,13 +46,14 @@ class FairQueue(Generic[W]):
             return sum(map(len, self._by_client.values()))
 
     def has_room(self, client: str) -> bool:
-        """Whether work of a client would be taken now."""
+        """Whether the queue would accept work of a client."""
         with self._changed:
             return not self._closed and (len(self) < self._most or self._replaceable(client) is not None)
 
     def put(self, work: W) -> bool:
-        """Whether there was room, and the queue is open. Where it is full, the last piece of work of the client that
-        has most there makes room, if that client has more than this one even then."""
+        """Adds a piece of work. Returns false if there is no room, or the queue is closed. If the queue is full, the
+        last piece of work of the client with the most work is removed, if that client still has more than this one
+        afterwards."""
         replaced = None
         with self._changed:
             if self._closed:
@@ -67,21 +70,21 @@ class FairQueue(Generic[W]):
         return True
 
     def _replaceable(self, client: str) -> W | None:
-        """The work that makes room for this client's."""
+        """The work that is removed to make room for work of this client; `None` if there is none."""
         most = max(self._by_client.values(), key=len, default=deque[W]())
         if len(most) < len(self._by_client.get(client, ())) + 2:
             return None
         return next((work for work in reversed(most) if work not in self._popped), None)
 
     def next(self) -> W | None:
-        """The next piece of work, waited for; `None` once the queue is closed."""
+        """Waits for the next piece of work, and returns it; `None` after the queue is closed."""
         with self._changed:
             self._changed.wait_for(lambda: self._by_client or self._closed)
             return self.pop()
 
     def pop(self, fits: Callable[[W], bool] = lambda _: True) -> W | None:
-        """The next piece of work that fits now, if there is one, of which a part begins; those that do not fit are
-        passed by."""
+        """Begins a part of the next piece of work that fits, and returns the work; `None` if there is none. Work that
+        does not fit is skipped."""
         with self._changed:
             work = next((one for waiting in self._by_client.values() for one in waiting if fits(one)), None)
             if work is None:
@@ -98,7 +101,7 @@ class FairQueue(Generic[W]):
             return work
 
     def remove(self, work: W) -> None:
-        """Forgets a piece of work that waits or was popped: it has ended, or nobody wants it."""
+        """Removes a piece of work that waits or was popped, because it has ended or nobody waits for it."""
         with self._changed:
             self._popped.pop(work, None)
             waiting = self._by_client.get(work.client)
@@ -108,7 +111,7 @@ class FairQueue(Generic[W]):
                     del self._by_client[work.client]
 
     def close(self, keeps: Callable[[W], bool] = lambda _: False) -> list[W]:
-        """Takes no more; what was waiting, but for what it `keeps` to be popped yet."""
+        """Closes the queue, and returns the waiting work. Work for which `keeps` is true stays and can be popped."""
         with self._changed:
             self._closed = True
             left = [work for waiting in self._by_client.values() for work in waiting if not keeps(work)]
@@ -118,7 +121,7 @@ class FairQueue(Generic[W]):
             return left
 
     def clear(self) -> list[W]:
-        """Closes it and forgets all; what was waiting, and what was popped and has not ended."""
+        """Closes and empties the queue. Returns the work that was waiting, and the popped work that has not ended."""
         with self._changed:
             popped = list(self._popped)
             self._popped.clear()

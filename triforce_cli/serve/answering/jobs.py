@@ -1,5 +1,5 @@
-"""What the engine is asked to do for clients, and what it tells of it. Jobs are made by the thread that serves HTTP and
-worked on by the engine's."""
+"""The work of the engine for clients, and its events. The thread that serves HTTP makes jobs, and the engine's thread
+does them."""
 
 from __future__ import annotations
 
@@ -21,44 +21,44 @@ from ...session.wire import AnswerRequest, BodyError
 
 @dataclass(frozen=True)
 class Progress:
-    """A prompt or a text is being read."""
+    """The progress of the prefill of a prompt or a text."""
 
     total: int
-    """Tokens."""
+    """The number of tokens."""
     cached: int
-    """Those that were known already."""
+    """The number of tokens that were already in a cache."""
     processed: int
-    """Those that are known or read by now."""
+    """The number of tokens that are in the cache by now."""
     seconds: float
     number: int = 0
-    """Of the first answer to the prompt."""
+    """The number of the first answer to the prompt."""
 
 
 @dataclass(frozen=True)
 class Piece:
-    """More text of one of a request's answers."""
+    """Further text of one of a request's answers."""
 
     number: int
     text: str
     logprobs: Sequence[Entry] | None = None
-    """Of the tokens that came with it, where they were asked for."""
+    """The log-probabilities of its tokens, if they were asked for."""
     timings: Timings | None = None
-    """Of that answer so far, where they were asked for."""
+    """The timings of the answer so far, if they were asked for."""
 
     @property
     def num_bytes(self) -> int:
-        """What it takes in memory, about."""
+        """Its size in memory in bytes, approximately."""
         described = sum(1 + len(entry["top_logprobs"]) for entry in self.logprobs or ())
         return len(self.text.encode()) + described * _DESCRIBED_BYTES
 
     def joined(self, later: Piece) -> Piece:
-        """This piece and the next one of the same answer, as one."""
+        """Joins this piece and the next piece of the same answer."""
         logprobs = None if later.logprobs is None else [*(self.logprobs or ()), *later.logprobs]
         return Piece(self.number, self.text + later.text, logprobs, later.timings)
 
 
 _DESCRIBED_BYTES = 512
-"""What Python takes for a token with its logarithm and its bytes, about."""
+"""Bytes that Python takes for a token with its logarithm and its bytes, approximately."""
 
 
 @dataclass(frozen=True)
@@ -74,13 +74,13 @@ class Saved:
     """A text was read and saved."""
 
     tokens: int
-    """Those that had to be read."""
+    """The number of tokens that had to be read."""
     seconds: float
 
 
 @dataclass(frozen=True)
 class Failed:
-    """Nothing follows."""
+    """An error. Nothing follows it."""
 
     error: BodyError
 
@@ -92,53 +92,53 @@ Event = Progress | Piece | Complete | Saved | Failed
 class _Work:
     client: str
     send: Callable[[Event], None]
-    """Tells whoever waits for it; from any thread."""
+    """Sends an event to the waiting request. May be called from any thread."""
     asked_at: float = field(default_factory=time.perf_counter, init=False)
     abandoned: bool = field(default=False, init=False)
-    """Whether nobody waits for it any more. Any thread may set it, and none takes it back."""
+    """Whether nobody waits for it any more. Any thread may set this; it is never reset."""
     begun: int = field(default=0, init=False)
-    """Its parts that have left the queue, which counts them under its lock."""
+    """The number of its parts that have left the queue. The queue counts them under its lock."""
     ended: int = field(default=0, init=False)
-    """Its parts that are done."""
+    """The number of its parts that are done."""
     reading_began: float = field(default=0.0, init=False)
-    """When the prompt that is read was first, by `time.perf_counter`; 0 before."""
+    """The time at which the prefill of the present prompt began, by `time.perf_counter`; 0 before."""
     reading: int = field(default=0, init=False)
-    """The first answer to that prompt."""
+    """The number of the first answer to that prompt."""
     progress_sent: float = field(default=0.0, init=False)
-    """When that was last said."""
+    """The time at which its progress was last sent."""
 
     @property
     def parts(self) -> int:
-        """Those that are done one by one."""
+        """The number of parts, which are done one by one."""
         return 1
 
     def begin(self) -> bool:
-        """Takes note that a part begins; whether it is the last one."""
+        """Notes that a part begins. Returns whether it is the last part."""
         self.begun += 1
         return self.begun == self.parts
 
     def fail(self, error: BaseException) -> None:
-        """Says that nothing follows; from any thread."""
+        """Sends an error, after which nothing follows. May be called from any thread."""
         self.abandoned = True
         self.send(Failed(as_body_error(error)))
 
 
 @dataclass(eq=False)
 class Job(_Work):
-    """A request for answers, each of which waits for its turn."""
+    """A request for answers. Each answer waits for its turn."""
 
     request: AnswerRequest
     prompts: Sequence[Prompt]
     timed: bool = False
     """Whether timings are wanted with each piece."""
     wants_progress: bool = False
-    """Whether it is to be told how its prompt is read."""
+    """Whether events about the progress of its prefill are wanted."""
     compiled: threading.Event | None = field(default=None, init=False)
-    """Set once its grammar is compiled; `None`: nobody has begun to do that for it."""
+    """Set after its grammar is compiled; `None`: compiling has not begun."""
 
     @property
     def parts(self) -> int:
-        """Its answers."""
+        """The number of answers."""
         return self.request.answers
 
 
@@ -150,9 +150,9 @@ class Upload(_Work):
     token_ids: list[int]
     frame: Frame
     wants_progress: bool = field(default=True, init=False)
-    """As `Job` has it."""
+    """See `Job`."""
     damaged: Segment | None = field(default=None, init=False)
-    """The first segment that is saved of it, but damaged."""
+    """The first of its saved segments that is damaged."""
 
     def fail(self, error: BaseException) -> None:
         if isinstance(error, ContextError):
@@ -160,12 +160,13 @@ class Upload(_Work):
         super().fail(error)
 
     def verify(self, contexts: ModelContexts, given_up: Callable[[], bool]) -> bool:
-        """Whether what is saved of it is undamaged: looks at every checksum, which takes a while.
+        """Whether the saved part of the text is undamaged. Checks every checksum, which takes a while.
 
-        Args: `given_up` is asked between segments.
+        Args:
+            given_up: asked between segments whether to give up.
 
         Raises:
-            BodyError: what is saved cannot be used, or this is given up.
+            BodyError: the saved part cannot be used, or this is given up.
         """
         try:
             for segment, wrong in contexts.store.verify(self.name):
@@ -180,11 +181,11 @@ class Upload(_Work):
         return True
 
     def is_saved(self, contexts: ModelContexts) -> bool:
-        """Whether all of it is saved under its name, as far as that is known: what was found damaged was written anew,
-        and checksums are not looked at.
+        """Whether the whole text is saved under its name, as far as is known: damaged segments that were found are
+        written again, and checksums are not checked.
 
         Raises:
-            BodyError: another text is, or what is saved cannot be used.
+            BodyError: another text is saved under the name, or the saved part cannot be used.
         """
         try:
             saved, segments = contexts.saved(self.name, self.token_ids)
@@ -199,14 +200,14 @@ def _name_taken(error: ContextError) -> BodyError:
 
 @dataclass(eq=False)
 class Check(_Work):
-    """A few tokens for nobody, which show whether the engine works."""
+    """A few tokens that nobody receives, which show whether the engine works."""
 
     wants_progress: bool = field(default=False, init=False)
-    """As `Job` has it."""
+    """See `Job`."""
 
 
 def as_body_error(error: BaseException) -> BodyError:
-    """What a client is told of an error; of one that is a fault here, not more than that."""
+    """Converts an error for a client. If the error is a fault of the server, the client gets no details."""
     if isinstance(error, BodyError):
         return error
     if isinstance(error, PeerError):
@@ -225,20 +226,25 @@ def as_body_error(error: BaseException) -> BodyError:
 
 
 def rank_ended() -> BodyError:
-    """What those are told who wait when another rank has ended."""
+    """The error for waiting requests if another rank has ended."""
     return BodyError("a rank of the server has ended, and the server with it", code="rank_ended", status=500)
 
 
 def queue_full() -> BodyError:
-    """What those are told for whom there is no place in the queue."""
+    """The error for requests for which the queue has no place."""
     return BodyError("too many requests wait already; ask again later", code="queue_full", status=429)
 
 
 def engine_failed() -> BodyError:
-    """What those are told who wait when the engine has failed for good, or ask then."""
+    """The error for requests that wait when the engine has failed permanently, or come later."""
     return BodyError("the engine has failed, and the server ends with it", code="engine_failed", status=500)
 
 
 def stopping() -> BodyError:
+<<<<<<< HEAD
     """What those are told who wait when the server stops, or ask then."""
     return BodyError("the server is stopping; ask again later, or ask another server", code="stopping", status=503)
+=======
+    """The error for requests that wait when the server stops, or come later."""
+    return BodyError("the server is stopping; ask again later, or another one", code="stopping", status=503)
+>>>>>>> ced2c9851064af0ae93fd77a940b7ea060c755f3

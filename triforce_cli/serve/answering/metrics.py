@@ -1,4 +1,4 @@
-"""What `GET /metrics` tells Prometheus."""
+"""The metrics for Prometheus (`GET /metrics`)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _TBT_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.5, 1, 2, 5)
 
 
 class Metrics:
-    """Counts of one server; any thread may add to them."""
+    """The metrics of one server. Any thread may add to them."""
 
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
@@ -61,26 +61,26 @@ class Metrics:
         gauge.set_function(lambda: torch.cuda.memory_allocated() if torch.cuda.is_initialized() else 0)
 
     def watch(self, name: str, help: str, value: Callable[[], float]) -> None:
-        """A gauge whose value is asked for when it is read."""
+        """Adds a gauge. `value` is called when the gauge is read."""
         self._make(Gauge, name, help).set_function(value)
 
     def add_prompt(self, statistics: Statistics) -> None:
-        """A request's prompt is read."""
+        """Adds a request whose prefill is done."""
         self._prompt.inc(statistics.prompt_tokens)
         self._cached.inc(statistics.reused_tokens)
 
     def add_text(self, statistics: Statistics) -> None:
-        """An uploaded text is read and saved."""
+        """Adds an uploaded text that is read and saved."""
         self.add_prompt(statistics)
         self._saved.inc(statistics.prompt_tokens)
 
     def add_first_token(self, seconds: float) -> None:
-        """An answer has begun, so long after it was asked for."""
+        """Adds an answer that began `seconds` after its request."""
         self._ttft.observe(seconds)
         self._new.inc()
 
     def add_round(self, event: Round) -> None:
-        """A round of an answer after its first."""
+        """Adds a round of an answer, except its first."""
         self._new.inc(len(event.tokens))
         self._drafted.inc(event.proposed)
         self._accepted.inc(event.accepted)
@@ -88,9 +88,11 @@ class Metrics:
             self._tbt.observe(event.seconds / len(event.tokens))
 
     def update(self, traffic: Traffic, kv_bytes: int) -> None:
-        """Args:
-        traffic: what crossed the link in all so far.
-        kv_bytes: taken now.
+        """Sets totals.
+
+        Args:
+            traffic: the total traffic over the link so far.
+            kv_bytes: the bytes that KV caches take at present.
         """
         new, self._traffic = traffic.since(self._traffic), traffic
         for counter, value in zip(self._link, (new.bytes_in, new.bytes_out, new.busy_s, new.waited_s), strict=True):
@@ -98,7 +100,7 @@ class Metrics:
         self._kv.set(kv_bytes)
 
     def text(self) -> bytes:
-        """In Prometheus' text format."""
+        """All metrics in Prometheus' text format."""
         return generate_latest(self._registry)
 
     def _make(

@@ -1,4 +1,4 @@
-"""The thread that owns the engine: loads it, and does what waits in the queue."""
+"""The thread that owns the engine: it loads the engine, and does the work in the queue."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .jobs import Job, Upload, engine_failed, queue_full, rank_ended, stopping
 from .metrics import Metrics
 
 State = Literal["loading", "ready", "stopping", "failed"]
-"""In the order that it goes through them."""
+"""The states of a worker, in the order in which it has them."""
 
 
 class Worker:
@@ -28,8 +28,8 @@ class Worker:
 
     def __init__(self, options: ServeOptions, directory: Path, metrics: Metrics, note: Callable[[str], None]) -> None:
         """Args:
-        directory: of the target.
-        note: takes notes for people.
+        directory: that of the target.
+        note: prints a note for people.
         """
         self._options, self._directory, self._metrics, self._note = options, directory, metrics, note
         self.queue: FairQueue[Job | Upload] = FairQueue(
@@ -38,9 +38,9 @@ class Worker:
         self.state: State = "loading"
         self._changing = threading.Lock()  # the state, which other threads change too
         self.engine: Engine | None = None
-        """Once it is loaded."""
+        """The engine, after it is loaded."""
         self.error: BaseException | None = None
-        """What it failed with."""
+        """The error with which the worker failed."""
         self.ended = threading.Event()
         self._cut_by: BodyError | None = None
         self._answering: Answering | None = None
@@ -50,27 +50,27 @@ class Worker:
 
     @property
     def running(self) -> int:
-        """Answers that are being written, and texts that are read."""
+        """The number of answers that are being written, and of texts that are being read."""
         return len(self._answering) if self._answering else 0
 
     def start(self) -> None:
         self._thread.start()
 
     def stop(self) -> None:
-        """Has it end once the requests are answered that have begun to be; what waits is refused."""
+        """Ends the worker after all requests are answered whose answers have begun. Waiting work is refused."""
         self._enter("stopping")
         for work in self.queue.close(keeps=lambda work: work.begun > 0):
             work.fail(self.refusal())
 
     def refusal(self) -> BodyError:
-        """What those are told whom it does not answer any more."""
+        """The error for requests that are no longer answered."""
         if isinstance(self.error, PeerError):
             return rank_ended()
         return engine_failed() if self.error else stopping()
 
     def cut(self, wait_s: float, why: BodyError) -> bool:
-        """Breaks off what is under way, and tells those who wait `why`; whether the thread has ended within `wait_s`
-        seconds. It cannot while it loads weights."""
+        """Interrupts the present work, and refuses waiting work with `why`. Returns whether the thread has ended within
+        `wait_s` seconds. It cannot end while it loads weights."""
         self._cut_by = why
         if self._thread.is_alive():
             self._thread.join(wait_s if self.engine else 0)
@@ -81,7 +81,7 @@ class Worker:
         return ended
 
     def _enter(self, state: State) -> bool:
-        """Goes on to a state; whether it was not past that already."""
+        """Enters a state. Returns false if the worker was already in a later state."""
         with self._changing:
             forward = get_args(State).index(state) > get_args(State).index(self.state)
             self.state = state if forward else self.state
@@ -111,12 +111,12 @@ class Worker:
             self.ended.set()
 
     def _answer(self, engine: Engine, tokenizer: Tokenizer) -> None:
-        """Works until the queue is closed. What fails does not end the server, unless ranks are lost or the engine does
+        """Works until the queue is closed. An error does not end the server, unless ranks are lost or the engine does
         not work any more.
 
         Raises:
-            TriforceError: it does not; see `Answering`.
-            Exception: it failed where other ranks go on with it, or they have ended.
+            TriforceError: the engine does not work any more; see `Answering`.
+            Exception: the engine failed at a point at which other ranks continue, or other ranks have ended.
         """
         options = self._options
         self._answering = Answering(

@@ -72,14 +72,14 @@ def make_app(service: Service, access: Access, metrics: Metrics, log: Callable[[
 
 
 def route_of(path: str) -> str:
-    """The route of a path, with nothing in it that a client has made up."""
+    """The route of a path, without any text that a client chooses."""
     if path in _ROUTES:
         return path
     return next((f"{one}/{{name}}" for one in (_MODELS, _CONTEXTS) if path.startswith(f"{one}/")), "other")
 
 
 class Routes:
-    """What is done for each."""
+    """The handlers of the routes."""
 
     def __init__(self, service: Service, metrics: Metrics) -> None:
         self._service, self._metrics = service, metrics
@@ -139,7 +139,7 @@ class Routes:
         return ChunkStream(job, service.name, delivery, service.limits.keep_alive_s, error_of)
 
     async def count_tokens(self, request: Request) -> Response:
-        """The tokens that a message's prompt has."""
+        """Counts the tokens of a message's prompt."""
         body = _body_of(request)
         counting = self._service.count_tokens(await _read(request), request.url.path, body.client)
         tokens = await self._until_gone(request, None, counting)
@@ -217,8 +217,8 @@ class Routes:
         run: Callable[[Event | None], AsyncIterator[bytes]],
         end: Callable[[], None] = lambda: None,
     ) -> Response:
-        """A stream of what comes of a piece of work. One that fails at once is answered with its status, one that
-        nobody reads is broken off."""
+        """A stream of the results of a piece of work. Work that fails at once is answered with its status. A stream
+        that nobody reads is cut."""
 
         def too_much_unread() -> None:
             self._service.abandon(work)
@@ -240,10 +240,10 @@ class Routes:
         return _WorkStream(run(first), ended)
 
     async def _until_gone(self, request: Request, work: Job | Upload | None, wanted: Coroutine[Any, Any, T]) -> T:
-        """What is waited for. Where the client goes away, it is cancelled, and the work given up.
+        """Waits for `wanted`. If the client disconnects, `wanted` is cancelled, and the work is given up.
 
         Raises:
-            ClientDisconnect: it did.
+            ClientDisconnect: the client has disconnected.
         """
         waiting, gone = asyncio.ensure_future(wanted), asyncio.ensure_future(_disconnected(request))
         try:
@@ -259,7 +259,7 @@ class Routes:
 
 
 class _WorkStream(StreamingResponse):
-    """A stream that gives its work up when it ends, however it does."""
+    """A stream that gives up its work when it ends, for any reason."""
 
     def __init__(self, content: AsyncIterator[bytes], end: Callable[[], None]) -> None:
         super().__init__(content, headers=_STREAM, media_type=_STREAM_TYPE)
@@ -273,12 +273,12 @@ class _WorkStream(StreamingResponse):
 
 
 def _body_of(request: Request) -> Body:
-    """What the gate knows of the request's body, and of its client."""
+    """The `Body` of a request, which the gate has set."""
     return request.scope["triforce_body"]
 
 
 async def _read(request: Request) -> bytes:
-    """The whole body; unlike `Request.body` it is not kept."""
+    """Reads the whole body. In contrast to `Request.body`, it is not kept."""
     return b"".join([piece async for piece in request.stream()])
 
 
@@ -288,24 +288,24 @@ async def _disconnected(request: Request) -> None:
 
 
 def _public(described: dict[str, Any]) -> dict[str, Any]:
-    """What clients get to see of a context that `describe` describes: of a model's directory its name."""
+    """The description of a context (`describe`) for clients: only the name of a model's directory, not its path."""
     model = PurePath(described["model"])
     return described | {"model": model.name} if model.is_absolute() else described
 
 
 _PIECE_BYTES = 200
-"""What Python takes for a piece beside its text, about."""
+"""Bytes that Python takes for a piece besides its text, approximately."""
 
 
 async def _collect(job: Job, events: Events, most_bytes: int, hold: Callable[[int], None]) -> dict[int, FinishedAnswer]:
-    """All answers of a request, by their numbers.
+    """Collects all answers of a request, by their numbers.
 
     Args:
-    most_bytes: what they may take, about.
-    hold: is told how many bytes more they take.
+        most_bytes: the maximum of bytes that they may take, approximately.
+        hold: called with the number of further bytes that they take.
 
     Raises:
-        BodyError: it got none, or they take more, also by what `hold` says.
+        BodyError: the request failed, or the answers take too many bytes, or `hold` refuses them.
     """
     pieces: dict[int, list[Piece]] = {number: [] for number in range(job.request.answers)}
     ends: dict[int, AnswerEnd] = {}
@@ -333,7 +333,7 @@ async def _collect(job: Job, events: Events, most_bytes: int, hold: Callable[[in
 
 
 def _whole(job: Job, pieces: Sequence[Piece], end: AnswerEnd) -> FinishedAnswer:
-    """An answer, put together."""
+    """A complete answer, made from its pieces and its end."""
     wanted = job.request.top_logprobs is not None
     logprobs = [entry for piece in pieces for entry in piece.logprobs or ()] if wanted else None
     text, syntax = "".join(piece.text for piece in pieces), job.prompts[0].syntax
@@ -341,15 +341,17 @@ def _whole(job: Job, pieces: Sequence[Piece], end: AnswerEnd) -> FinishedAnswer:
 
 
 def _answer_body(request: AnswerRequest, model: str, answers: dict[int, FinishedAnswer]) -> dict[str, Any]:
-    """Whole answers in the form of their endpoint."""
+    """The body of a response with complete answers, in the format of its endpoint."""
     if request.endpoint == MESSAGES:
         return message_body(request, model, answers[0])
     return response_body(request, model, answers)
 
 
 async def _saved(events: Events) -> Saved:
-    """Raises:
-    BodyError: the text was not saved.
+    """Waits until a text is saved.
+
+    Raises:
+        BodyError: the text was not saved.
     """
     while not isinstance(event := await events.next(), Saved):
         if isinstance(event, Failed):

@@ -1,5 +1,5 @@
-"""A client's connection: it is closed where the client does not take what waits for it, or asks nothing; and it knows
-whose it is."""
+"""A client's connection. It is closed if the client does not read the waiting data, or sends no request. It also finds
+the account of the client."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ from ..http_limits import ServerLimits
 from ..owner import Owners
 
 _CUT, _OWNER = "cut", "owner"
-"""Under these names a request's scope has what its connection can do: `Connection.cut` and `Connection.owner`."""
+"""The names under which a request's scope has the methods `Connection.cut` and `Connection.owner`."""
 
 _LOOKS = 4
-"""How many times it is checked, in the time that a client has, whether it takes or asks anything."""
+"""How often a connection is checked within the time that a client has to read data or to send a request."""
 
 _PROGRESS = 2**14
-"""Bytes that a client must take at least in the time it has, where so many wait."""
+"""Minimum number of bytes that a client must read within its time, if that many wait."""
 
 _RESET = struct.pack("ii", 1, 0)
-"""Of `SO_LINGER`: what was not delivered is dropped when a socket is closed."""
+"""A value for `SO_LINGER`: when a socket is closed, data that were not delivered are dropped."""
 
 
 class _Counted:
-    """A transport that counts what it is given and what the client has not taken of that, in bytes."""
+    """A transport that counts the bytes written to it, and the bytes that the client has not read yet."""
 
     def __init__(self, transport: asyncio.Transport) -> None:
         self._transport = transport
@@ -44,7 +44,7 @@ class _Counted:
 
     @property
     def waiting(self) -> int:
-        """Here, and where the system tells it (Linux) also there."""
+        """The number of bytes that wait in this process and, if the system reports it (Linux), in the system."""
         try:
             found = fcntl.ioctl(self._transport.get_extra_info("socket").fileno(), termios.TIOCOUTQ, bytes(4))
         except (OSError, ValueError):  # another system, or closed
@@ -60,15 +60,15 @@ class _Counted:
 
 
 class Connections:
-    """Those that are open; about as many as there may be."""
+    """The open connections, and their maximum number."""
 
     def __init__(self, most: int) -> None:
         self._most = most
         self._open: dict[Connection, str] = {}  # and their clients, in the order in which they were opened
 
     def add(self, connection: Connection, client: str) -> None:
-        """Takes up a new one. Where there are too many, an idle one is closed: the oldest of the client that has most
-        of them."""
+        """Adds a new connection. If there are too many, an idle connection is closed: the oldest of the client that has
+        the most."""
         self._open[connection] = client
         if len(self._open) > self._most:
             idle = [one for one in self._open if one.asks_nothing]
@@ -77,12 +77,12 @@ class Connections:
                 max(idle, key=lambda one: count[self._open[one]]).cut()
 
     def drop(self, connection: Connection) -> None:
-        """One is closed."""
+        """Removes a connection that is closed."""
         self._open.pop(connection, None)
 
 
 class Connection(H11Protocol):
-    """As uvicorn has it, but for clients who do not read, or ask nothing."""
+    """uvicorn's connection, with limits for clients that do not read, or send no request."""
 
     def __init__(
         self,
@@ -93,10 +93,10 @@ class Connection(H11Protocol):
         **others: Any,
     ) -> None:
         """Args:
-        all_open: to which this one is added.
-        on_unread: called where it is closed as the client takes nothing of what waits for it.
-        owners: looks up whose it is.
-        others: uvicorn's own.
+        all_open: the connections to which this one is added.
+        on_unread: called if the connection is closed because the client does not read the waiting data.
+        owners: looks up the account of the client.
+        others: uvicorn's arguments.
         """
         super().__init__(**others)
         self._limits, self._all_open, self._on_unread, self._owners = limits, all_open, on_unread, owners
@@ -109,12 +109,12 @@ class Connection(H11Protocol):
 
     @property
     def is_idle(self) -> bool:
-        """Whether no request is being answered, or has come with its whole head."""
+        """Whether no request is being answered, and none has arrived with its complete head."""
         return self.cycle is None or self.cycle.response_complete  # pyright: ignore[reportUnnecessaryComparison]
 
     @property
     def asks_nothing(self) -> bool:
-        """Whether no whole request has come that is not answered, and it is not being closed."""
+        """Whether there is no complete request that is not answered yet, and the connection is not being closed."""
         return not self.transport.is_closing() and (self.is_idle or self.cycle.more_body)
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -135,9 +135,10 @@ class Connection(H11Protocol):
         super().on_response_complete()
 
     def cut(self, unread: bool = False) -> None:
-        """Closes it at once; what waits for the client is dropped.
+        """Closes the connection at once. Data that wait for the client are dropped.
 
-        Args: `unread` is whether that is because the client takes nothing.
+        Args:
+            unread: whether the reason is that the client does not read.
         """
         if unread:
             if self.cycle and not self.cycle.response_complete:
@@ -148,7 +149,7 @@ class Connection(H11Protocol):
         self.transport.abort()
 
     async def owner(self) -> int | None:
-        """The user id that holds its other end; `None` where that cannot be told. Looked up once."""
+        """The user id of the other end; `None` if it is not known. Looked up once."""
         if self.server is None or self.client is None or self.server[1] is None:
             return None
         if self._owner is None:
@@ -158,7 +159,7 @@ class Connection(H11Protocol):
         return None if self.transport.is_closing() else found
 
     def _look(self) -> None:
-        """Closes it where the client has taken nothing, or as good as nothing, or asked nothing for too long."""
+        """Closes the connection if the client has read nothing or almost nothing, or sent no request, for too long."""
         now, waiting = self.loop.time(), self._counted.waiting
         taken = self._counted.written - waiting
         if waiting == 0 or taken - self._taken >= min(self._waited, _PROGRESS):
@@ -173,11 +174,10 @@ class Connection(H11Protocol):
 
 
 def cut(scope: Scope) -> None:
-    """Closes the connection that a request came by, as nobody reads what is sent."""
+    """Closes the connection of a request, because nobody reads the response."""
     scope["state"][_CUT]()
 
 
 async def owner(scope: Scope) -> int | None:
-    """The user id that holds the other end of the connection that a request came by; `None` where that cannot be
-    told."""
+    """The user id of the other end of a request's connection; `None` if it is not known."""
     return await scope["state"][_OWNER]()

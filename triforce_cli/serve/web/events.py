@@ -1,4 +1,4 @@
-"""What the engine's thread tells of a piece of work, until the thread that serves HTTP takes it."""
+"""The events that the engine's thread sends about a piece of work, until the thread that serves HTTP takes them."""
 
 from __future__ import annotations
 
@@ -12,11 +12,14 @@ from ..answering.jobs import Complete, Event, Failed, Piece, Progress
 
 
 class Events:
-    """Of one piece of work. What waits is joined: of an answer there is one piece, and of how a prompt is read the
-    newest word. So whoever takes slowly gets fewer and longer pieces. Made in the loop that takes them."""
+    """The events of one piece of work. Waiting events are joined: an answer has at most one piece, and only the newest
+    progress is kept. So a slow reader gets fewer and longer pieces. Must be made in the event loop that takes the
+    events."""
 
     def __init__(self, most_bytes: int) -> None:
-        """Args: `most_bytes` of pieces wait; beyond that they are dropped for an error, and nothing follows."""
+        """Args:
+        most_bytes: maximum bytes of waiting pieces. If there are more, an error replaces them, and nothing follows.
+        """
         self._most_bytes = most_bytes
         self._loop = asyncio.get_running_loop()
         self._lock = threading.Lock()
@@ -28,7 +31,7 @@ class Events:
         """Called in the loop, once, when more than `most_bytes` waited."""
 
     def send(self, event: Event) -> None:
-        """From any thread; once the loop has ended, nobody listens."""
+        """Sends an event, from any thread. After the end of the event loop, it is dropped."""
         with self._lock:
             if self._too_many:
                 return
@@ -58,7 +61,7 @@ class Events:
             self.on_too_many()
 
     async def next(self, timeout_s: float | None = None) -> Event | None:
-        """The next one; `None` where there was none for so long."""
+        """The next event; `None` if there was none for `timeout_s` seconds."""
         try:
             async with asyncio.timeout(timeout_s):
                 while (event := self._take()) is None:

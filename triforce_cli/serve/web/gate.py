@@ -1,5 +1,5 @@
-"""Around the routes: who may ask, how long a body may be, errors in the form of their endpoint, and a line in the log
-for each request, which has nothing of what it says."""
+"""The layer around the routes: access control, limits for bodies, errors in the format of their endpoint, and a line in
+the log for each request, without its contents."""
 
 from __future__ import annotations
 
@@ -27,33 +27,37 @@ from ..http_limits import ServerLimits
 from .connection import owner
 
 _UNFINISHED = ("body_too_long", "body_too_slow", "too_much_held", "disk_full")
-"""Codes of errors after which the rest of a body may still come: nobody reads it, the connection is closed."""
+"""Codes of errors after which the rest of a body may still arrive. Nobody reads it, so the connection is closed."""
 
 _RETRY_AFTER_S = {"queue_full": 5, "too_much_held": 5, "loading": 5, "stopping": 30}
-"""When to ask again, by the code of the error."""
+"""The number of seconds after which a client should try again, by the code of the error."""
 
 _PIECE_BYTES = 2**16
-"""Of a response, what is given to its connection at a time: more waits here, where it counts, until that is taken."""
+"""How many bytes of a response are passed to its connection at a time. The rest waits here, where it is counted, until
+these are read."""
 
 GONE = 499
-"""The status in the log where nobody waited for one."""
+"""The status in the log if nobody waited for the response."""
 
 _HEADERS = {"Cache-Control": "no-store", "X-Content-Type-Options": "nosniff"}
 
 
 class Held:
-    """Bytes of bodies and of answers that are not streamed: all together, and each client's."""
+    """The number of bytes of bodies, and of answers that are not streamed: of all clients together, and of each."""
 
     def __init__(self, limits: ServerLimits) -> None:
         self._limits = limits
         self._by_client = Counter[str]()
 
     def add(self, client: str, num_bytes: int, *, answer: bool = False) -> None:
-        """Args:
-        answer: they are an answer's, which is refused by its client's share only: it is written already.
+        """Adds bytes of a client.
+
+        Args:
+            answer: whether they belong to an answer. An answer is only refused if its client holds too much, because it
+                is written already.
 
         Raises:
-            BodyError: they are more than may be held.
+            BodyError: the limit is exceeded.
         """
         self._by_client[client] += num_bytes
         if not answer and self._by_client.total() > self._limits.held_bytes:
@@ -67,29 +71,29 @@ class Held:
             raise BodyError(what, code="too_much_held", status=429)
 
     def drop(self, client: str, num_bytes: int) -> None:
-        """They are not held any more."""
+        """Removes bytes of a client."""
         self._by_client[client] -= num_bytes
         if not self._by_client[client]:
             del self._by_client[client]
 
 
 class Body:
-    """What one request holds: its body while it comes and until its prompt is made; then its answer, if that is not
-    streamed, until all but the last of it was taken."""
+    """The memory of one request: its body while it arrives, and until its prompt is made. Then its answer, if that is
+    not streamed, until all except the last piece of it was read."""
 
     def __init__(self, held: Held, client: str, limits: ServerLimits) -> None:
         self.client = client
-        """Whose it is, as `Access.client` tells."""
+        """The client of the request, see `Access.client`."""
         self._held, self._limits = held, limits
         self._began = time.monotonic()
         self._come = self._counted = 0  # bytes
         self._is_whole = False
 
     async def receive(self, receive: Receive) -> Message:
-        """The next message of its request.
+        """The next message of the request.
 
         Raises:
-            BodyError: it is too long, comes too slowly, or too much is held.
+            BodyError: the body is too long or arrives too slowly, or too much is held.
         """
         if self._is_whole:  # what follows is that the client goes away
             return await receive()
@@ -114,7 +118,7 @@ class Body:
         return message
 
     def hold_answer(self, num_bytes: int) -> None:
-        """So much more of its answer is held.
+        """Adds bytes of the answer.
 
         Raises:
             BodyError: the client's requests hold too much.
@@ -123,7 +127,7 @@ class Body:
         self._held.add(self.client, num_bytes, answer=True)
 
     def release(self) -> None:
-        """It is not held any more."""
+        """Notes that nothing is held any more."""
         self._held.drop(self.client, self._counted)
         self._counted = 0
 
@@ -134,7 +138,7 @@ class Body:
 
 class Gate:
     """An ASGI application around another one. A request's scope has its `Body`, to be released early, as
-    `triforce_body`, and what the log shall say of it as `triforce`."""
+    `triforce_body`, and the data for its line in the log as `triforce`."""
 
     def __init__(
         self,
@@ -147,9 +151,9 @@ class Gate:
         limits: ServerLimits,
     ) -> None:
         """Args:
-        routes: the route of a path, for logs: a path may hold anything.
-        log: takes a line.
-        hidden: what stands in messages for places on this machine, which are no client's business.
+        routes: returns the route of a path, for logs, because a path may contain anything.
+        log: writes a line.
+        hidden: the words that replace paths of this machine in messages, because clients must not see these paths.
         """
         self._app, self._access, self._metrics, self._routes, self._log = app, access, metrics, routes, log
         self._hidden, self._limits = hidden, limits
@@ -194,7 +198,7 @@ class Gate:
             self._metrics.requests.labels(route, status).inc()
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> BodyError | None:
-        """Has the routes answer; the error, where that is not what they did."""
+        """Lets the routes answer. Returns the error if they did not answer."""
         headers = Headers(scope=scope)
         peer = await owner(scope) if self._access.asks_owner(scope["path"]) else None
         refused = self._access.refusal(scope["path"], headers, peer)
@@ -211,7 +215,7 @@ class Gate:
 
 
 def error_response(error: BodyError, hidden: Mapping[str, str], path: str) -> JSONResponse:
-    """An error in the form of a path."""
+    """The response for an error, in the format of the endpoint at `path`."""
     headers = dict(_HEADERS)
     if error.code in _RETRY_AFTER_S:
         headers["Retry-After"] = str(_RETRY_AFTER_S[error.code])
@@ -223,7 +227,7 @@ def error_response(error: BodyError, hidden: Mapping[str, str], path: str) -> JS
 
 
 def public_error(error: BodyError, hidden: Mapping[str, str], path: str) -> dict[str, Any]:
-    """The body of an error in the form of a path, without places on this machine."""
+    """The body for an error, in the format of the endpoint at `path`, without paths of this machine."""
     body = message_error(error) if path in ENDPOINTS else error_body(error)
     body["error"]["message"] = without_paths(body["error"]["message"], hidden)
     return body
@@ -237,9 +241,10 @@ _PATH = re.compile(r"""(?<![\w./~-])/(?!/)[^\s'"`]*[^\s'"`.,;:!?)\]}>]""")
 
 
 def without_paths(text: str, hidden: Mapping[str, str]) -> str:
-    """A text without absolute paths of files: the last name of a path stands for it.
+    """Replaces absolute paths of files in a text by their last name.
 
-    Args: `hidden` has words for places that are known; these may have spaces in them.
+    Args:
+        hidden: words for known paths, which may contain spaces.
     """
     for place, word in sorted(hidden.items(), key=lambda item: -len(item[0])):
         if place.strip("./"):

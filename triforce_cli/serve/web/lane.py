@@ -1,4 +1,4 @@
-"""A thread for what takes time, beside the one that serves HTTP."""
+"""A thread for work that takes time, besides the thread that serves HTTP."""
 
 from __future__ import annotations
 
@@ -19,19 +19,22 @@ T = TypeVar("T")
 
 
 class Lane:
-    """Does one piece of work at a time; what waits is taken round-robin over clients."""
+    """Does one piece of work at a time. Waiting work is taken round-robin over clients."""
 
     def __init__(self, name: str, most: int) -> None:
-        """Args: `most` pieces of work wait."""
+        """Args:
+        name: that of the thread.
+        most: maximum number of pieces of work that wait.
+        """
         self._why: BodyError | None = None
         self._queue = FairQueue[_Piece](most, refuse=lambda one: one.refuse(queue_full()))
         threading.Thread(target=self._run, name=name, daemon=True).start()
 
     async def run(self, client: str, work: Callable[[], T]) -> T:
-        """Has the thread do it. If this is cancelled, it is not begun any more.
+        """Runs `work` in the thread. If this call is cancelled before the work has begun, the work is not done.
 
         Raises:
-            BodyError: too many wait, or the server stops.
+            BodyError: too many pieces of work wait, or the server stops.
         """
         piece = _Piece(client, work)
         if not self._queue.put(piece):
@@ -43,7 +46,7 @@ class Lane:
             del piece  # or an error and the frames it came through would hold each other, and these a body
 
     def close(self, why: BodyError) -> None:
-        """Ends the thread with what it is doing; all who wait are told `why`."""
+        """Ends the thread after its present work. All waiting work is refused with `why`."""
         self._why = why
         for one in self._queue.clear():
             one.refuse(why)
@@ -62,7 +65,7 @@ class _Piece:
     _telling: threading.Lock = field(default_factory=threading.Lock, init=False)
 
     def do(self) -> None:
-        """Does it and tells who waits, if anybody still does."""
+        """Does the work, and passes the result to the waiting call, if it still waits."""
         with self._telling:
             if self.done.done() or not self.done.set_running_or_notify_cancel():
                 return
@@ -79,6 +82,6 @@ class _Piece:
                 self.done.set_exception(error)
 
     def refuse(self, error: BodyError) -> None:
-        """Tells who waits, also where it is being done."""
+        """Raises an error in the waiting call, even if the work is being done."""
         with self._telling, suppress(InvalidStateError):  # done, or nobody waits
             self.done.set_exception(error)

@@ -1,4 +1,4 @@
-"""Server-sent events of an answer as it grows, in Anthropic's form."""
+"""Server-sent events of an answer while it is written, in Anthropic's format."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def _event(name: str, **data: Any) -> bytes:
 
 
 class MessageStream(AnswerStream):
-    """One answer as a message of blocks, each of which begins, grows and ends before the next one."""
+    """One answer as a message of blocks. A block begins, grows and ends before the next block begins."""
 
     keep_alive = _event("ping")
 
@@ -28,7 +28,7 @@ class MessageStream(AnswerStream):
         super().__init__(job, keep_alive_s, error_of)
         self._head, self._prompt_tokens = message_head(model), len(job.prompts[0].token_ids)
         self._open: Part | None = None
-        """What the block that grows began with."""
+        """The part with which the present block began."""
         self._index = -1
 
     def _begin(self) -> Iterator[bytes]:
@@ -85,4 +85,4 @@ _DELTAS = {
     "reasoning": ("thinking_delta", "thinking"),
     "call": ("input_json_delta", "partial_json"),
 }
-"""The kind of a part's delta, and the field of its text."""
+"""The type of the delta, and the field of its text, by kind of part."""

@@ -1,4 +1,4 @@
-"""The page at `/`: plain files of the package, which may load nothing from elsewhere and run no script in the text."""
+"""The page at `/`: files of the package. They may not load anything from elsewhere, or run scripts in the text."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PAGE = {
     "/page.css": ("page.css", "text/css; charset=utf-8"),
     **{f"/{name}": (name, "text/javascript; charset=utf-8") for name in _SCRIPTS},
 }
-"""Files by their paths."""
+"""The name and the type of each file, by its path."""
 
 _HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
@@ -25,7 +25,7 @@ _HEADERS = {
 
 
 def page_response(path: str) -> Response:
-    """The file of a path of `PAGE`."""
+    """The response with the file at a path of `PAGE`."""
     name, kind = PAGE[path]
     content = (Path(__file__).parent / "static" / name).read_bytes()
     return Response(content, headers={**_HEADERS, "Content-Type": kind})

@@ -1,4 +1,4 @@
-"""Threads on which bodies become prompts: checked, put into the chat template, and encoded."""
+"""Threads that make prompts from bodies: bodies are checked, put into the chat template, and encoded."""
 
 from __future__ import annotations
 
@@ -17,35 +17,36 @@ T = TypeVar("T")
 
 
 class Preparing:
-    """Two threads, one for long texts, one for all others. So nobody waits for the long text of another one."""
+    """Two threads, one for long texts and one for all others. So short texts do not wait for long texts."""
 
     def __init__(self, load: Callable[[], Tokenizer], most: int, limits: ServerLimits) -> None:
         """Args:
-        load: makes a tokenizer; each thread has its own, as some cannot be used by two.
-        most: what waits for each thread.
+        load: makes a tokenizer. Each thread has its own, because some tokenizers cannot be used by two threads.
+        most: maximum number of texts that wait for each thread.
         """
         self._load, self._limits = load, limits
         self._short, self._long = Lane("prompts", most), Lane("long prompts", most)
         self._tokenizers: dict[Lane, Tokenizer] = {}
 
     async def run(self, client: str, num_bytes: int, work: Callable[[Tokenizer], T]) -> T:
-        """Has a thread do it. If this is cancelled, it is not begun any more.
+        """Runs `work` in a thread. If this call is cancelled before the work has begun, the work is not done.
 
-        Args: `num_bytes` are those of the text that it is about.
+        Args:
+            num_bytes: size of the text.
 
         Raises:
-            BodyError: too many wait, the server stops, or the chat template takes too long.
+            BodyError: too many texts wait, the server stops, or the chat template takes too long.
         """
         lane = self._long if num_bytes > self._limits.long_bytes else self._short
         return await lane.run(client, lambda: work(self._tokenizer_of(lane)))
 
     def close(self, why: BodyError) -> None:
-        """Ends the threads, each with what it is doing; those who wait are told `why`."""
+        """Ends the threads, each after its present work. Waiting work is refused with `why`."""
         self._short.close(why)
         self._long.close(why)
 
     def _tokenizer_of(self, lane: Lane) -> Tokenizer:
-        """Called in that thread alone."""
+        """The tokenizer of a thread. Only called in that thread."""
         if lane not in self._tokenizers:
             found = self._load()
             render = _within(self._limits.render_s, found.render) if found.render else None
@@ -54,11 +55,11 @@ class Preparing:
 
 
 class _TimeUp(BaseException):
-    """No `Exception`, which those who render templates take for a fault of the template."""
+    """The time for a chat template is over. Not an `Exception`, which would be taken for an error of the template."""
 
 
 def _within(seconds: float, render: Callable[..., str]) -> Callable[..., str]:
-    """Gives a chat template, which is a program, so much time for a text."""
+    """Limits the time of a chat template, which is a program, for a text."""
 
     def limited(*messages: Any, **arguments: Any) -> str:
         thread, lock, over = ctypes.c_ulong(threading.get_ident()), threading.Lock(), False

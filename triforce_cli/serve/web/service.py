@@ -1,4 +1,4 @@
-"""What the routes ask for: prompts of checked requests, and their way to the engine's thread and back."""
+"""The operations behind the routes: checks requests, makes their prompts, and passes them to the engine's thread."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ from .preparing import Preparing
 T = TypeVar("T")
 
 _SLICE = 2**18
-"""Letters of a long text that are encoded at a time, to see whether it is too long."""
+"""How many letters of a long text are encoded at a time, to find out whether the text is too long."""
 
 _MARGIN = 1.1
-"""Of tokens beyond the model's positions, so that it does not matter how a text is cut there."""
+"""Factor on the model's positions: a text with more tokens is too long, however it is cut for encoding."""
 
 _STRING = re.compile(rb'"(?:[^"\\]++|\\.?)*+"?', re.DOTALL)
-"""A text in JSON. One that does not end goes to the end of the body: no place is looked at twice."""
+"""Matches a text in JSON. A text without an end matches up to the end of the body, so no place is searched twice."""
 
 _JSON = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 
@@ -62,7 +62,7 @@ class Service:
         self._verifying = Lane("verifying", limits.verifications)
         self._writing = Lane("whole answers", options.max_queue + options.max_sequences)
         self.hidden = _words_for({self.store.root: "the saved contexts", directory: "the model"})
-        """What stands in messages to clients for places on this machine."""
+        """The words that replace paths of this machine in messages to clients."""
 
     @property
     def queue(self) -> FairQueue[Job | Upload]:
@@ -72,7 +72,7 @@ class Service:
         """Puts a request for answers into the queue.
 
         Raises:
-            BodyError: it cannot be answered as it was asked, or not now.
+            BodyError: the request cannot be answered, or not now.
         """
         self._check_open(client)
 
@@ -90,7 +90,7 @@ class Service:
         return job, events, delivery
 
     async def count_tokens(self, raw: bytes, endpoint: str, client: str) -> int:
-        """Tokens of the prompt of a request, which is not put into the queue.
+        """The number of tokens of the prompt of a request. The request is not put into the queue.
 
         Raises:
             BodyError: see `ask`.
@@ -104,10 +104,10 @@ class Service:
         return await self._prepare(client, len(raw), count)
 
     async def upload(self, name: str, raw: bytes, client: str) -> tuple[Upload, Events]:
-        """A text that is to be read and saved; `begin` has that done.
+        """Prepares a text that is to be read and saved. `begin` starts this.
 
         Raises:
-            BodyError: it cannot be, or not now.
+            BodyError: the text cannot be read and saved, or not now.
         """
         self._check_open(client)
 
@@ -128,10 +128,11 @@ class Service:
         return await self._prepare(client, len(raw), prepare), events
 
     async def begin(self, upload: Upload, events: Events) -> None:
-        """Puts a text into the queue, unless it is saved under its name already. What is saved of it is verified first.
+        """Puts a text into the queue, unless it is saved under its name already. First, the part of it that is saved
+        already is verified.
 
         Raises:
-            BodyError: another text has the name, or it cannot be done now.
+            BodyError: another text has the name, or the text cannot be read now.
         """
         engine = self.worker.engine
         assert engine and engine.contexts  # it was loaded from files
@@ -148,39 +149,39 @@ class Service:
             self._put(upload)
 
     async def with_store(self, client: str, work: Callable[[], T]) -> T:
-        """Does what a client asks of the saved contexts, beside the loop.
+        """Runs a client's operation on saved contexts in another thread than the event loop.
 
         Raises:
-            BodyError: too many wait.
+            BodyError: too many operations wait.
         """
         return await self._storing.run(client, work)
 
     async def write(self, client: str, body: Callable[[], Any]) -> bytes:
-        """A body in JSON, beside the loop. It is made in many small steps: other threads go on meanwhile, as they do
-        not beside `json.dumps`.
+        """A body in JSON, made in another thread than the event loop. It is made in many small steps, so that other
+        threads can run meanwhile, which `json.dumps` prevents.
 
         Raises:
-            BodyError: too many wait.
+            BodyError: too many operations wait.
         """
         return await self._writing.run(client, lambda: "".join(_JSON.iterencode(body())).encode())
 
     def abandon(self, work: Job | Upload) -> None:
-        """Nobody waits for it any more."""
+        """Gives up work for which nobody waits any more."""
         work.abandoned = True
         self.queue.remove(work)
 
     def close(self, why: BodyError) -> None:
-        """Tells all who wait for one of its threads `why`, but those whose answer or upload has ended."""
+        """Refuses, with `why`, all work that waits for one of the threads, except ended answers and uploads."""
         self._preparing.close(why)
         self._verifying.close(why)
 
     def end(self, why: BodyError) -> None:
-        """Tells those whose answer or upload has ended too: their results can be given to nobody any more."""
+        """Also refuses answers and uploads that have ended, because their results can no longer be sent."""
         self._storing.close(why)
         self._writing.close(why)
 
     def _load_tokenizer(self) -> Tokenizer:
-        """The model's, that stops early where a text is too long."""
+        """The model's tokenizer, which stops early if a text is too long."""
         tokenizer = Tokenizer.load(self._directory).with_arguments(self._options.template_args)
         positions = self._config.max_position_embeddings
 
@@ -219,10 +220,10 @@ class Service:
         return request(body, endpoint, self._options, self.models), validated(Delivery, delivery)
 
     def _prepare_grammar(self, prompt: Prompt, field: str | None) -> None:
-        """Has the grammar of a request compiled here, where no running answer waits for it.
+        """Compiles the grammar of a request in this thread, so that no running answer waits for it.
 
         Raises:
-            BodyError: it cannot be followed.
+            BodyError: the grammar is not supported.
         """
         engine = self.worker.engine
         if prompt.grammar and engine and engine.grammars:
@@ -230,7 +231,7 @@ class Service:
                 engine.grammars.prepare(prompt.grammar)
 
     async def _prepare(self, client: str, num_bytes: int, work: Callable[[Tokenizer], T]) -> T:
-        """Runs what takes time, with a text of so many bytes, beside the loop."""
+        """Runs work that takes time, on a text of `num_bytes` bytes, in another thread than the event loop."""
         try:
             return await self._preparing.run(client, num_bytes, work)
         except CapacityError as error:
@@ -239,16 +240,20 @@ class Service:
             raise error if isinstance(error, BodyError) else BodyError(str(error)) from error
 
     def _check_open(self, client: str) -> None:
-        """Raises:
-        BodyError: nothing can be answered now.
+        """Checks that a request of the client can be accepted.
+
+        Raises:
+            BodyError: it cannot be answered now.
         """
         self._check_ready()
         if not self.queue.has_room(client):
             raise queue_full()
 
     def _check_ready(self) -> None:
-        """Raises:
-        BodyError: the model is not loaded yet, or the server ends.
+        """Checks that the server can answer.
+
+        Raises:
+            BodyError: the model is not loaded yet, or the server is stopping.
         """
         state = self.worker.state
         if state == "loading":
@@ -262,7 +267,7 @@ class Service:
 
 
 def _without_contents(request: AnswerRequest) -> AnswerRequest:
-    """A request whose prompts are made, without what they were made of: it may wait for long."""
+    """A request whose prompts are made, without the contents that they were made from, because it may wait for long."""
     prompts = ("",) * len(request.prompts)
     return replace(request, messages=(), prompts=prompts, template_arguments={}, grammar=None, tools=(), calls=None)
 
@@ -277,8 +282,8 @@ def _texts(value: Any) -> Iterator[str]:
 
 
 def _words_for(places: dict[Path, str]) -> dict[str, str]:
-    """The words for places as messages may name them: as they were given, and as the system knows them. A single name
-    is no place: it may be any word."""
+    """The words for paths, by the forms in which messages may name the paths: as given, and as absolute paths. A single
+    name is not included, because it may be any word."""
     named = ((one, word) for place, word in places.items() for one in (place, place.absolute(), place.resolve()))
     return {str(one): word for one, word in named if len(one.parts) > 1}
 
@@ -287,11 +292,11 @@ def parsed(raw: bytes, most_parts: int, most_values: int) -> dict[str, Any]:
     """A body's fields.
 
     Args:
-        most_parts: how many objects, lists and names of fields it may have: each takes many times its bytes.
-        most_values: how many values.
+        most_parts: the maximum number of objects, lists and names of fields. Each takes many times its bytes in memory.
+        most_values: the maximum number of values.
 
     Raises:
-        BodyError: it is no JSON object.
+        BodyError: the body is not a JSON object, or exceeds a maximum.
     """
     if not _is_within(raw, most_parts, most_values) and not _is_within(_STRING.sub(b"", raw), most_parts, most_values):
         raise BodyError(

@@ -1,5 +1,5 @@
-"""Server-sent events: an answer as it grows, and how a text is read. Those in Anthropic's form are in
-message_stream.py."""
+"""Server-sent events of an answer while it is written, and of the progress of reading a text. Those in Anthropic's
+format are in message_stream.py."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ KEEP_ALIVE = b": keep-alive\n\n"
 
 
 def sse(data: Any, name: str | None = None) -> bytes:
-    """One event. `name` is its kind, where it has one."""
+    """The bytes of one event. `name` is its type, if it has one."""
     begin = f"event: {name}\n" if name else ""
     return f"{begin}data: {json.dumps(data, ensure_ascii=False, separators=(',', ':'))}\n\n".encode()
 
 
 def progress_body(event: Progress) -> dict[str, Any]:
-    """As llama.cpp's server has it."""
+    """The progress of a prefill, in the format of llama.cpp's server."""
     return {
         "total": event.total,
         "cache": event.cached,
@@ -38,15 +38,15 @@ def progress_body(event: Progress) -> dict[str, Any]:
 
 
 class AnswerStream(ABC):
-    """The events of one request's answers. What each of them looks like is for a class of each form."""
+    """The events of one request's answers. A subclass for each format makes the events."""
 
     keep_alive: bytes
-    """What goes out where nothing else does."""
+    """Sent if nothing else was sent for some time."""
 
     def __init__(self, job: Job, keep_alive_s: float, error_of: Callable[[BodyError], dict[str, Any]]) -> None:
         """Args:
-        keep_alive_s: after so long `keep_alive` goes out.
-        error_of: the body of an error.
+        keep_alive_s: seconds without an event after which `keep_alive` is sent.
+        error_of: makes the body of an error.
         """
         self._request, self._keep_alive_s, self._error_of = job.request, keep_alive_s, error_of
         syntax = job.prompts[0].syntax
@@ -54,9 +54,11 @@ class AnswerStream(ABC):
         self._answers: dict[int, AnswerEnd] = {}
 
     async def run(self, first: Event | None, events: Events) -> AsyncIterator[bytes]:
-        """Until all answers are complete, or an error, which is then the last event.
+        """Yields events until all answers are complete, or until an error, which is then the last event.
 
-        Args: `first` is an event that has come already, or `None`.
+        Args:
+            first: an event that has arrived already, or `None`.
+            events: the other events.
         """
         for one in self._begin():
             yield one
@@ -80,7 +82,7 @@ class AnswerStream(ABC):
 
     @property
     def new_tokens(self) -> int:
-        """Of the answers that are complete."""
+        """The number of tokens of the complete answers."""
         return sum(answer.num_tokens for answer in self._answers.values())
 
     @property
@@ -100,29 +102,37 @@ class AnswerStream(ABC):
 
     @abstractmethod
     def _begin(self) -> Iterator[bytes]:
-        """Before all answers."""
+        """The events before all answers."""
 
     @abstractmethod
     def _progress(self, event: Progress) -> Iterator[bytes]: ...
 
     @abstractmethod
     def _piece(self, piece: Piece, parts: Sequence[Part]) -> Iterator[bytes]:
-        """Args: `parts` is what it brings."""
+        """The events of a piece.
+
+        Args:
+            parts: the parts of the answer that it adds.
+        """
 
     @abstractmethod
     def _complete(self, event: Complete, parts: Sequence[Part]) -> Iterator[bytes]:
-        """Args: `parts` is what was held back of the answer."""
+        """The events at the end of an answer.
+
+        Args:
+            parts: the parts of the answer that were held back.
+        """
 
     @abstractmethod
     def _end(self) -> Iterator[bytes]:
-        """Behind all answers."""
+        """The events after all answers."""
 
     @abstractmethod
     def _error(self, error: BodyError) -> bytes: ...
 
 
 class ChunkStream(AnswerStream):
-    """Chunks, in OpenAI's form."""
+    """Chunks, in OpenAI's format."""
 
     keep_alive = KEEP_ALIVE
 
@@ -148,7 +158,7 @@ class ChunkStream(AnswerStream):
         yield self._chunk(event.number, {} if self._chat else "", prompt_progress=progress_body(event))
 
     def _piece(self, piece: Piece, parts: Sequence[Part]) -> Iterator[bytes]:
-        """A chunk for each part that goes on. What is told of the piece's tokens comes with the last one, or alone."""
+        """A chunk for each part that grows. Data about the tokens of the piece come with the last chunk, or alone."""
         more: dict[str, Any] = {"logprobs": self._logprobs(piece)}
         if piece.timings:
             more["timings"] = timings([piece.timings], [piece.timings])
@@ -208,7 +218,8 @@ async def reading_stream(
     error_of: Callable[[BodyError], dict[str, Any]],
     keep_alive_s: float,
 ) -> AsyncIterator[bytes]:
-    """How a text is read, and what it then is. After `keep_alive_s` a comment goes out where nothing else does."""
+    """The events of the progress of reading a text, and at the end of the saved context. After `keep_alive_s` seconds
+    without an event, a comment is sent."""
     event = first or await events.next(keep_alive_s)
     while True:
         if event is None:

@@ -1,4 +1,4 @@
-/* Attention with AMX, of bfloat16: products of 16 rows, 16 keys and 32 dimensions at a time. See shares.h for the arithmetic. */
+/* Attention with AMX on bfloat16: products of 16 rows, 16 keys and 32 dimensions at a time. See shares.h for the arithmetic. */
 
 #include "../cpu.h"
 

@@ -1,14 +1,15 @@
-/* Attention on a CPU: what the driver (attention.c) and the kernels share. kernels/attention.py documents what is computed.
+/* Attention on a CPU: declarations that the driver (attention.c) and the kernels share. kernels/attention.py documents what is
+ * computed.
  *
- * Kernels are a file for each instruction set and type of inputs, avx2_float32.c to amx_bfloat16.c. A file says what its
- * instructions are and includes what it shares with others: rows.h all of them, multiply_add.h those that compute in float32,
- * shares.h those with products of bfloat16.
+ * There is a file with kernels for each instruction set and type of inputs, avx2_float32.c to amx_bfloat16.c. A file declares its
+ * instruction set and includes shared code: all files rows.h, those that compute in float32 multiply_add.h, and those with
+ * products of bfloat16 shares.h.
  *
  * The arithmetic of a row depends only on the keys it sees and on their positions: keys are processed in tiles of TILE,
  * tiles are grouped in splits of SPLIT counted from key 0, each split's partial result starts at zero, and partial
  * results are merged in ascending order. So the bits of a row's result do not depend on the number of rows, threads or
- * blocks of rows, nor, with `running`, on how many calls the keys are distributed to, if calls are multiples of SPLIT.
- * Peaks that shares are relative to: see multiply_add.h and shares.h. */
+ * blocks of rows. With `running`, they do not depend on the number of calls either, if calls have multiples of SPLIT keys.
+ * multiply_add.h and shares.h say which peak the shares are relative to. */
 
 #ifndef TRIFORCE_ATTENTION_H
 #define TRIFORCE_ATTENTION_H

@@ -1,4 +1,4 @@
-/* Attention with AVX2 and FMA, of bfloat16, which it has no products of. */
+/* Attention with AVX2 and FMA on bfloat16, which is converted because there are no products of bfloat16. */
 
 #if defined(__x86_64__) && defined(__GNUC__)
 #pragma GCC target("avx2,fma")

@@ -1,4 +1,4 @@
-/* Attention with AVX2 and FMA, of float32. */
+/* Attention with AVX2 and FMA on float32. */
 
 #if defined(__x86_64__) && defined(__GNUC__)
 #pragma GCC target("avx2,fma")

@@ -1,4 +1,4 @@
-/* Attention with AVX-512, of bfloat16, which it has no products of. */
+/* Attention with AVX-512 on bfloat16, which is converted because there are no products of bfloat16. */
 
 #if defined(__x86_64__) && defined(__GNUC__)
 #pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,fma,avx2")

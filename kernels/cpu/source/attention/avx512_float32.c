@@ -1,4 +1,4 @@
-/* Attention with AVX-512, of float32. */
+/* Attention with AVX-512 on float32. */
 
 #if defined(__x86_64__) && defined(__GNUC__)
 #pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,fma,avx2")

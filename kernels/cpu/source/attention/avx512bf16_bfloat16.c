@@ -1,7 +1,7 @@
 /* Attention with AVX-512's dot products of pairs of bfloat16. See shares.h for the arithmetic.
  *
- * A score is a sum over the words of a key, one after another. What a tile adds to a result is a sum over its pairs of keys, one
- * after another. Both have the same order for any number of rows. Keys are transposed, and values paired, once for all rows of a
+ * A score is a sum over the words of a key, one after another. A tile adds to a result the sum over its pairs of keys, one after
+ * another. Both have the same order for any number of rows. Keys are transposed, and values paired, once for all rows of a
  * block. */
 
 #if defined(__x86_64__) && defined(__GNUC__)

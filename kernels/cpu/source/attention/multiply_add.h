@@ -1,7 +1,7 @@
-/* Attention in products and sums of float32, of float32 inputs and of bfloat16 ones, which are converted first. A file that
- * includes it says which (`element`), and has included avx2.h or avx512.h, whose vectors it takes.
+/* Attention with products and sums in float32. Inputs are float32, or bfloat16, which is converted first. A file that includes
+ * this one first includes avx2.h or avx512.h, whose vectors are used, and defines the type of inputs (`element`).
  *
- * The peak that a row's shares are relative to is the highest score so far, this tile's included. Query rows are computed AT_A_TIME, so that
+ * The shares of a row are relative to the highest score so far, including this tile. Query rows are computed AT_A_TIME, so that
  * keys and values are loaded into registers once for all of them. */
 
 #include "rows.h"

@@ -1,5 +1,5 @@
-/* What attention does row by row, whatever computes the scores and weighs the values: which keys a row sees, the join of
- * partial results, the result, and the mass of chunks. A file includes it behind avx2.h or avx512.h. */
+/* The operations of attention on single rows that all kernels share: the keys that a row sees, joining partial results, the
+ * result, and the mass of chunks. A file includes it after avx2.h or avx512.h. */
 
 #ifndef TRIFORCE_ATTENTION_ROWS_H
 #define TRIFORCE_ATTENTION_ROWS_H

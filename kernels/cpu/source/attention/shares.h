@@ -3,9 +3,9 @@
  *
  * The arithmetic of a row: the scores of a split, times log2 e; the integer above the highest of them; the shares relative to
  * 2 to that power, and their sum; the products of the shares, rounded to bfloat16, with the values, and the sum of rounded
- * shares, by which the result is divided. As shares are relative to a power of two, how they are rounded does not depend on
- * which keys make up a split. With finite inputs nothing depends on the other rows, nor, whatever they hold, on keys that none
- * of them sees, whose shares and values are 0. Pairs of numbers are `words` of 32 bits. */
+ * shares, by which the result is divided. Shares are relative to a power of two, so their rounding does not depend on which
+ * keys make up a split. With finite inputs, nothing depends on other rows. Nothing depends on keys that no row sees, whatever
+ * they contain: their shares and values are 0. Pairs of numbers are `words` of 32 bits. */
 
 #ifndef TRIFORCE_ATTENTION_SHARES_H
 #define TRIFORCE_ATTENTION_SHARES_H

@@ -1,8 +1,8 @@
-/* What a decoder computes of a few rows: projections with the norm before them, norms and gates, the gated MLP, the choice of
+/* The operations of a decoder for few rows: projections with the norm before them, norms and gates, the gated MLP, the choice of
  * experts, and the rotation.
  *
  * With few rows, reading the matrix once is nearly all the work, and the preparations of a general matrix product would
- * take most of the time. Sums are float32, of dot products (layers_dots.h) or, with AMX, of matrix tiles (layers_amx.h); in
+ * take most of the time. Sums are float32, of dot products (layers_dots.h) or, with AMX, of matrix tiles (layers_amx.h). In
  * bfloat16, values are rounded wherever PyTorch rounds them. Each row is computed as if it were alone: its bits do not
  * depend on the number of rows. */
 

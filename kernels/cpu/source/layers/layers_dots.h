@@ -1,4 +1,4 @@
-/* Products by dot products of rows: of the matrix, and of the input. Included by layers.c. */
+/* Matrix products as dot products of rows of the matrix and rows of the input. Included by layers.c. */
 
 #define OUTPUTS 4 /* rows of a matrix, twice as many with one or two rows of the input, and */
 #define ROWS 4    /* rows of the input, that are multiplied together: 16 sums in registers */
