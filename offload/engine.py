@@ -237,8 +237,9 @@ class Engine:
 
         Raises:
             ContextError: the requested context cannot be used.
-            UsageError: the prompt is empty or has a token outside the vocabulary; an impossible length; more tiers than
-                the settings have; `reuse` below 0; or the grammar cannot be followed.
+            UsageError: the prompt is empty or has a token outside the vocabulary; an impossible length; `tiers` is not
+                from 1 to that of the settings; `reuse` below 0; a name that no context can have; or the grammar cannot
+                be followed.
             CapacityError: the model has too few positions, or there is too little memory.
         """
         request = Request(prompt_ids, sampling, max_new_tokens, ignore_eos, grammar=grammar)
@@ -281,8 +282,8 @@ class Engine:
 
         Raises:
             ContextError: the requested context cannot be used.
-            UsageError: there is no request, there are more tiers than the settings have, or `reuse` or `max_sequences`
-                is out of range.
+            UsageError: there is no request; `tiers` is not from 1 to that of the settings; `reuse` or `max_sequences`
+                is out of range; or no context can have the requested name.
         """
         if not requests:
             raise UsageError("a batch needs at least one request")
@@ -318,7 +319,7 @@ class Engine:
             on_prefill: called with a sequence and the finished share of its prefill, 0 to 1.
 
         Raises:
-            UsageError: there are more tiers than the settings have, or `max_sequences` is below 1.
+            UsageError: `tiers` is not from 1 to that of the settings, or `max_sequences` is below 1.
         """
 
         def more(waits: bool) -> BatchSequence | None:
@@ -378,8 +379,10 @@ class Engine:
             The manifest of the saved context.
 
         Raises:
-            ContextError: another text has this name, or the context cannot be written.
-            UsageError, CapacityError: see `stream`.
+            ContextError: the engine was not loaded from files; another text or another model has this name; the
+                context's manifest is damaged; or the context cannot be written.
+            UsageError: see `stream`; or no context can have this name.
+            CapacityError: see `stream`.
         """
         if self.contexts is None:
             raise ContextError("this engine was not loaded from files, so its model has no saved contexts")

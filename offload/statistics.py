@@ -25,7 +25,8 @@ class Statistics:
     """`length`, `eos`, or `interrupted` as long as neither happened."""
     prefill_s: float = 0.0
     ttft_s: float = 0.0
-    """Seconds from the request to the first token."""
+    """Seconds to the first token: from the request; in a run of one sequence that no others may join, from the start of
+    its prefill."""
     decode_s: float = 0.0
     rounds: int = 0
     """Rounds after the prefill."""

@@ -152,7 +152,7 @@ class DecodingThreads:
                 self._try(more, round_s)
 
     def _free_cores(self) -> float:
-        """The mean number of idle cores since the last call; 0 in the first call."""
+        """The mean number of idle cores since the last call; 0 in the first call, and in the first after a trial."""
         now, before = (self._usage().seconds, self._idle()), self._idle_at
         self._idle_at = now
         return 0.0 if before is None else (now[1] - before[1]) / max(now[0] - before[0], 1e-9)

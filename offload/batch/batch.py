@@ -52,7 +52,7 @@ class Batch(Iterator[tuple[int, Round]]):
         self._setup, self._clock = setup, system.clock
 
     def _take_in(self, *ended: BatchSequence) -> None:
-        """Adds sequences that have joined to `sequences`, on ranks above 0, where rank 0 announces them."""
+        """On ranks above 0: adds the sequences that rank 0 has let join to `sequences`."""
         if self._setup.target.ranks.rank:
             self.sequences += [one for one in dict.fromkeys((*self.run.live, *ended)) if one not in self.sequences]
 

@@ -54,7 +54,8 @@ class KnownText:
         return other.full in self.full.holders[:-1]
 
     def start_behind(self, other: KnownText) -> int:
-        """The number of leading tokens that this text takes from the other text's cache; 0 if it takes none."""
+        """The position up to which this text takes its tokens from the other text's cache or from that cache's prefix;
+        0 if it takes none."""
         holders = self.full.holders
         return holders[holders.index(other.full) + 1].start if self.builds_on(other) else 0
 
@@ -191,7 +192,9 @@ class KeptCache:
         on_memory: Callable[[float], None] | None = None,
     ) -> tuple[FullCache, RunPlan]:
         """Returns a full cache with room for the request's tokens, and the plan of the run. With `text`, whose sequence
-        has ended, it is the text's cache or a replacement for it, and holds the first `shared` tokens of the prompt.
+        has ended, it is the text's cache with the first `shared` tokens of the prompt, or a replacement for it. The
+        replacement holds these tokens only if there was memory for both caches; otherwise it is empty
+        (`FullCache.length`).
 
         Every rank calls it. All ranks decide alike, as they agree on the available memory. `on_memory`: see
         `StreamedBlocks`.
@@ -624,8 +627,8 @@ class KeptCache:
 
 
 def takes_over(text: KnownText | None, shared: int) -> bool:
-    """Whether a prompt takes over the cache of a text: it shares at least half of the tokens in the cache, so little
-    else would be lost."""
+    """Whether a prompt takes over the cache of a text: it shares at least half of the tokens in the cache, so at
+    most half of them would be lost."""
     return text is not None and 2 * shared >= text.full.length
 
 

@@ -94,7 +94,8 @@ class Reading:
     def close(self, *, keeps: bool) -> None:
         """Ends the prefill at once.
 
-        Args: `keeps` is whether the tokens that every layer holds stay in the full cache. Only if nothing has failed.
+        Args: `keeps` is whether the tokens that every layer holds stay in the full cache. It must be `False` if
+        anything has failed.
         """
         self._slices.close()
         if keeps:

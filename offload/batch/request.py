@@ -32,7 +32,7 @@ class Request:
     number: int = 0
     """The number of this sequence among sequences with the same seed. Different numbers give different texts."""
     top_logprobs: int | None = None
-    """Asks for log probabilities of each token, and of this many of the likeliest tokens in its place. They are the
+    """Asks for log probabilities of each token, and of this many of the likeliest tokens at its position. They are the
     target's own, before temperature and filters. `None`: no log probabilities."""
     grammar: Grammar | None = None
     """The required form of the answer."""

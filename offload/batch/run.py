@@ -387,7 +387,10 @@ class Run(Iterator[Event]):
             if self._short_of_memory and others:
                 return None
             if others and self._setup.rotates_otherwise(sequence):
-                sequence.waits_for = "dynamic RoPE: at this prompt length, keys have other angles than those of others"
+                sequence.waits_for = (
+                    "dynamic RoPE: a prompt of this length needs other rotation angles than the running sequences; it "
+                    "begins when these have ended"
+                )
                 return None
             if sequence.active_or_none is None and not self._opens(sequence, others):
                 if sequence.state == "waiting":

@@ -297,9 +297,9 @@ class SequenceSetup:
 
     def use_measured_link(self) -> None:
         """Computes the expected time of a verification from the measured bandwidth of the link, instead of a data
-        sheet. A card may have fewer lanes than its data sheet says. The link is measured in the first prefill, in which
-        all streamed blocks cross it. Every rank calls it: the slowest link counts, as ranks wait for it. If lengths do
-        not adapt, they must not depend on the measurement."""
+        sheet. A card may have fewer lanes than its data sheet says. It is called after each prefill, and takes effect
+        once enough bytes have crossed the link. In a prefill, all streamed blocks cross it. Every rank calls it: the
+        slowest link counts, as ranks wait for it. If lengths do not adapt, they must not depend on the measurement."""
         plan = self._to_measure
         if plan is None:
             return

@@ -186,8 +186,8 @@ class FullCache:
         return ReadCounter(sum(one.num_bytes for one in reads), sum(one.seconds for one in reads))
 
     def traffic(self) -> Traffic:
-        """What crossed the link over which the blocks of this cache, or of its prefix, stream, or was read from a disk,
-        so far. It includes the traffic of other caches."""
+        """What crossed the link over which the blocks of this cache, or of its prefix, stream, and what was read from a
+        disk and written to it, so far. It includes the traffic of other caches."""
         return max((holder.blocks.traffic() for holder in self.holders), key=lambda traffic: traffic.bytes_in)
 
     @property

@@ -1,4 +1,5 @@
-"""All changes that the store makes to a file system, each as one method, so that a test can record and interrupt them.
+"""The durable changes that the store makes to a file system, each as one method, so that a test can record and
+interrupt them.
 
 A file counts as written when first its contents and then its directory are synced. Only the owner can read the files
 and directories.

@@ -315,7 +315,7 @@ def _parts(raw: list[Any], num_heads: int, of: str) -> tuple[Part, ...]:
     parts, at = tuple(map(_part, raw)), 0
     for part in parts:
         if part.kv_heads[0] != at or part.kv_heads[1] <= at:
-            _refuse(f"{of} has heads {part.kv_heads} after head {at}")
+            _refuse(f"{of} has heads {part.kv_heads} where head {at} must come next")
         at = part.kv_heads[1]
     if at != num_heads:
         _refuse(f"{of} has {at} heads instead of {num_heads}")

@@ -304,7 +304,7 @@ class ContextStore:
         if needed + reserve > free:
             raise ContextError(
                 f"{gib(needed)} are needed in {self.root}, which has {gib(free)} free, and {gib(reserve)} must stay "
-                "free when clients save contexts; free disk space: triforce contexts prune --keep SIZE"
+                "free when clients save contexts; make room on the disk: triforce contexts prune --keep SIZE"
             )
 
     def _files(self, name: str) -> list[Path]:

@@ -70,8 +70,8 @@ class ContextUse:
         """Restores the saved tokens into `full`, and prepares to save.
 
         Tokens are restored up to the first damaged segment, and only if `full` is empty or is to be saved under the
-        same name. Every rank must iterate to the end. A single rank may do other work between two steps, while threads
-        continue the restoring.
+        same name. Every rank must iterate to the end. If there is only one rank, it may do other work between two
+        steps, while threads continue the restoring.
 
         Raises:
             ContextError: nothing can be saved, although saving is required.
@@ -342,8 +342,8 @@ class ContextUse:
             keep.append(self.prefix.name)
         if new > store.free_bytes():
             raise ContextError(
-                f"{gib(new)} are needed in {store.root}, which has {gib(store.free_bytes())} free; free disk space "
-                "(triforce contexts prune --keep SIZE), or set TRIFORCE_HOME to a directory on another disk"
+                f"{gib(new)} are needed in {store.root}, which has {gib(store.free_bytes())} free; make room on the "
+                "disk (triforce contexts prune --keep SIZE), or set TRIFORCE_HOME to a directory on another disk"
             )
         by_client = order.origin == "client"
         if by_client:

@@ -72,7 +72,7 @@ class CudaCapture:
                 begin()
                 try:
                     result = run(cut)
-                finally:  # even after an error, when this fails, too: or the stream would stay in capture mode
+                finally:  # even after an error, although it then fails too: otherwise the stream stays in capture mode
                     graphs[-1].capture_end()
         except BaseException:
             self._give_up(graphs[-1], pool)

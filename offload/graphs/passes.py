@@ -184,8 +184,8 @@ class Passes:
         return self._captures.held()
 
     def was_steady(self) -> bool:
-        """Whether all passes after the last call of this method took only the normal time. A GPU's first pass also
-        compiles kernels, a capture takes more time, and so do passes before a capture."""
+        """Whether all passes since the last call of this method were normal ones: none was a GPU's first pass, which
+        also compiles kernels, and none was captured or ran before a capture."""
         return self._captures.was_steady()
 
     def drop(self) -> None:
@@ -274,7 +274,7 @@ class _Captures:
         self._pool: Any = None
         self._captured: dict[int, _CapturedPass] = {}  # by number of tokens per sequence
         self.prepared = self._noted = 0
-        """Passes so far that took more than the normal time, and those of them that `was_steady` has counted; see
+        """Passes so far that were not normal ones, and how many of them `was_steady` has counted; see
         `Passes.was_steady`."""
         graphs.register(self)
 
@@ -461,7 +461,7 @@ class Pieces:
         self._pool: object = None
         self._passes: dict[tuple[int, int, bool], _PassInPieces] = {}
         self.prepared = 0
-        """Number of passes so far that took more than the normal time, see `Passes.was_steady`."""
+        """Passes so far that were not normal ones; see `Passes.was_steady`."""
         self.failure: str | None = None
         """The reason in one line, if a pass could not be captured. Then no more passes are captured."""
 
@@ -496,7 +496,7 @@ class Pieces:
             return None
         if self._decoder.config.linear or cache.leaves_hidden_states:
             return None
-        if self._decoder.ranks.size > 1:  # if one rank failed between two sums, the others would wait forever
+        if self._decoder.ranks.size > 1:  # if one failed between two sums, the others would wait up to the time limit
             return None
         key = n, num_logits, padded
         found = self._passes.get(key)

@@ -119,7 +119,7 @@ class RunPlan:
     disk_kv: int
     """Blocks of the full cache on a disk, because they exceed host memory."""
     staging: int
-    """Staging buffers in host memory."""
+    """Buffers in host memory into which blocks on a disk are read; 0 without a disk."""
     room_for_unpacked: int
     """Memory for packed blocks that do not fit into their slots, for streamed blocks and `spare`. If more than
     `UNPACKED_SHARE` of the blocks do not fit, memory for the further ones is allocated as they come."""

@@ -87,7 +87,7 @@ class DraftControl:
         self.lower, self.longest, self.fixed, self.early_end = lower, tokens.most, tokens.fixed, early_end
         self.draft_tokens = tokens.fixed or self.draft_tokens
 
-    # Called at the beginning of a step.
+    # Called before and in a step.
 
     def begin_step(self) -> int:
         """Begins a step of the tier. Returns the maximum number of tokens to draft for each sequence."""

@@ -74,8 +74,8 @@ def distribution(logits: Tensor, sampling: Sampling, out: Tensor | None = None) 
 
 
 def _scaled(logits: Tensor, temperature: float, top_k: int) -> Tensor:
-    """`logits` divided by a temperature. Those that are not among the `top_k` largest of their row become minus
-    infinity."""
+    """`logits`, minus the largest of their row, divided by a temperature. Those below the `top_k`-th largest of their
+    row become minus infinity."""
     scaled = (logits - logits.amax(dim=-1, keepdim=True)).float().div_(temperature)
     if 0 < top_k < scaled.shape[-1]:
         smallest_kept = scaled.topk(top_k, dim=-1).values[:, -1:]
@@ -166,7 +166,7 @@ class SequencesFailed(ModelError):
         self.whose = whose
 
     def alone(self, one: object) -> SequencesFailed:
-        """The error of one of the sequences, which refers to none."""
+        """The error for one of the sequences. It holds no reference to a sequence."""
         return SequencesFailed(str(self), ())
 
 
@@ -182,7 +182,7 @@ class NotFiniteError(SequencesFailed):
         super().__init__(message, whose)
 
     def alone(self, one: object) -> NotFiniteError:
-        """The error of one of the sequences, which refers to none."""
+        """The error for one of the sequences. It holds no reference to a sequence."""
         return NotFiniteError(())
 
 

@@ -17,9 +17,10 @@ SHARE = 0.004
 """The share of the time of a tier's steps that probes may lose. Two levels together stay below 1 %."""
 
 LEARNING = 32
-"""The first tokens of a tier, of all texts together, in which both ways are tried. A way is tried `_ENOUGH` times. It
-is tried only once if it is expected to take more than `_WORSE` times as long as the other, and never if it is expected
-to take more than `_HOPELESS` times as long."""
+"""The first tokens of a tier, of all texts together, in which both ways are tried. `_ENOUGH` steps of each way are
+measured. Only one is measured if the way is expected to take more than `_WORSE` times as long as the other, and none if
+it is expected to take more than `_HOPELESS` times as long. The first step with a draft is not measured. It comes before
+the measured ones, however long it is expected to take."""
 
 _HOPELESS, _WORSE = 3.0, 1.5
 
@@ -42,8 +43,8 @@ it has stopped, it begins again below the second share. The expected times are n
 any time would be gained."""
 
 _MOST_FILLING = 0.1
-"""Drafting caches are filled only to try a draft if filling takes at most this share of the time of the following
-tokens without drafts."""
+"""To try a draft, drafting caches are filled only if this takes at most this share of the time that the following
+tokens take without drafts."""
 
 _UNFORESEEN = 0.02
 """The minimum loss that is assumed for a probe, as a share of a token's time."""
@@ -172,7 +173,8 @@ class DraftingPays:
         return current, best, other
 
     def _learns(self, plain: int, worse_plain: float, worse_drafted: float) -> bool | None:
-        """Whether one of the first steps is to have a draft, so that its time is learnt; `None` if it does not matter.
+        """Whether the next step, one of the first, is to have a draft, so that its time is learnt; `None` if it does
+        not matter.
 
         Args:
             plain: the number of steps without a draft so far.

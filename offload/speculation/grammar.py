@@ -42,10 +42,10 @@ KEPT_BYTES = 2**17
 are kept. Compiled forms take up to 300 times as many bytes."""
 
 _SHORT_BYTES = 2**12
-"""The minimum size that a source counts."""
+"""The minimum number of bytes that a source counts as."""
 
 _DENSE = 16
-"""The factor by which the bytes of a source count that is not a JSON schema: its text is denser."""
+"""The factor for the bytes of a regular expression, or of a grammar in Lark or GBNF: its text is denser."""
 
 _LEXER_STATES, _STEP_FUEL = 2**16, 50_000
 """Limits of llguidance for one answer: the number of lexer states so far, and the work for the next token. With
@@ -144,7 +144,8 @@ def _check(kind: Kind, source: str) -> None:
     check_length(kind, len(source.encode(errors="replace")))
     if kind == "lark" and (found := _WITHOUT_ROLLBACK.search(source)):
         raise GrammarError(
-            f"the grammar cannot be followed: {found[1]} is not supported, as its tokens cannot be rolled back"
+            f"the grammar cannot be followed: {found[1]} is not supported, as its tokens cannot be rolled back; leave "
+            "it out of the grammar"
         )
 
     def validate() -> tuple[bool, list[str]]:
@@ -259,8 +260,9 @@ class Grammars:
         self._of(grammar)
 
     def compile_beside(self, grammar: Grammar) -> threading.Event | None:
-        """Compiles a grammar in a thread. Returns an event that is set when it is compiled, or set already. Returns
-        `None` if another grammar is being compiled: only one is compiled at a time."""
+        """Compiles a grammar in a thread. Returns an event that is set when compiling has ended, even with an error. It
+        is set already if the compiled grammar is kept. Returns `None` if another grammar is being compiled: only one is
+        compiled at a time."""
         done = threading.Event()
         with self._lock:
             if (grammar.kind, grammar.source) in self._compiled:

@@ -88,7 +88,7 @@ class GrammarFailed(SequencesFailed, GrammarError):
         self._reasons = reasons
 
     def alone(self, one: object) -> GrammarFailed:
-        """The error of one of the sequences, which refers to none."""
+        """The error for one of the sequences. It holds no reference to a sequence."""
         return GrammarFailed([(None, next(reason for whose, reason in self._reasons if whose is one))])
 
 
@@ -100,7 +100,7 @@ def forbid(
 
     Args:
         logits: `[sum of len(proposed[i]) + 1, vocab]`, one sequence after another.
-        tier: the tier whose passes computed them. Tokens that the full cache's tier has drawn are the text.
+        tier: the name of the tier whose passes computed them. Tokens that the full cache's tier has drawn are the text.
         known: the number of tokens in the tier's vocabulary. A row does not change if none of these tokens is allowed,
             which happens to drafts only.
 

@@ -73,7 +73,7 @@ class Blocks(Protocol):
 
     @property
     def footprint(self) -> Footprint:
-        """The bytes that the blocks take besides those in `held`."""
+        """See `Footprint`: bytes that `held` does not show, or does not show separately."""
         ...
 
     def offload(self, num_bytes: int) -> int:
@@ -86,7 +86,7 @@ class Blocks(Protocol):
         ...
 
     def traffic(self) -> Traffic:
-        """What crossed the link, or was read from the disk, so far."""
+        """What crossed the link, and what was read from a disk and written to it, so far."""
         ...
 
     def prepare(

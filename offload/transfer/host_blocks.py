@@ -280,8 +280,7 @@ class Ring:
     ) -> None:
         """Args:
         buffers: each `[2, num_kv_heads, together * block_size, head_dim]`. With two or more, one is filled while
-        another
-            is in use.
+            another is in use.
         unpacked: one more buffer, into which packed blocks are unpacked.
         staging: for blocks that the link cannot copy directly.
         together: maximum number of packed blocks in one copy.

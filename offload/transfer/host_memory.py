@@ -32,10 +32,10 @@ class HostMemory:
 
     def take(self, shape: Sequence[int], dtype: torch.dtype, *, must_be_locked: bool = False) -> Tensor:
         """Memory for `shape[0]` blocks; see `Link.host_memory`. After the system has refused to page-lock memory once,
-        all memory is ordinary.
+        or once there is staging, all memory is ordinary, even with `must_be_locked`.
 
         Raises:
-            CapacityError: the system refuses to page-lock the memory, and `must_be_locked` is set.
+            CapacityError: the system refuses to page-lock this memory, and `must_be_locked` is set.
         """
         if not (self.refused or self.staged):
             try:

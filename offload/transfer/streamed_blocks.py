@@ -62,7 +62,7 @@ class StreamedBlocks:
             config: the configuration of the rank's part of the model.
             link: the link over which blocks stream.
             on_memory: called with the share of the host memory that is taken so far, 0 to 1. Page-locking takes
-            seconds.
+                seconds.
             disk: the folder for blocks for which host memory has no room; needed if `placement` has such blocks.
             host: makes ordinary memory and threads, and packs blocks.
 

@@ -23,7 +23,7 @@ consecutive positions of one KV head in one layer. It has one checksum."""
 
 PACKED_RUN = 512
 """Positions in a run, if the segment is packed. The keys of a run are packed together, and so are its values. Blocks
-that stream to GPUs are whole multiples of it, if these are whole chunks."""
+that stream to GPUs are whole multiples of it, if this number of positions is whole chunks."""
 
 DTYPES = {"float32": ("F32", 4), "bfloat16": ("BF16", 2), "float16": ("F16", 2)}
 """For each number format, its name in safetensors and the bytes of a number."""

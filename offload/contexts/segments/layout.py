@@ -9,7 +9,7 @@ ids, then the checksums: one for each layer, KV head and run of `RUN` positions.
 *Packed*, format 2, for keys and values in bfloat16. Each layer is a tensor of bytes. It has the KV heads one after
 another, and each head begins at a multiple of 4,096 bytes. A head consists of runs of `PACKED_RUN` positions. A run has
 its keys first, then its values. Each of these two is a *half* of the run, and begins at a multiple of 64 bytes. A half
-is a slot, as `kernels.packing` describes it. It is raw, `[tokens, head_dim]`, if it does not fit into a slot, or if the
+is stored as a slot (see `kernels.packing`), or raw, `[tokens, head_dim]`: raw if it does not fit into a slot, or if the
 slot would not be smaller. In a slot of the last run, the last token is repeated until the number of tokens is a
 multiple of 64. After the layers come `packed` (one byte for each layer, KV head, run and half: whether it is a slot),
 the token ids, and the checksums of the runs as they are in the file.

@@ -142,8 +142,8 @@ class BlockFile:
                 self._file.close()  # otherwise the free space in the message would lack what the file has taken
             raise CapacityError(
                 f"{gib(size)} of the KV cache exceed host memory, and {space.folder} has no room for them "
-                f"({error.strerror}; {gib(space.free_bytes())} free): free disk space, set TRIFORCE_HOME to a "
-                "directory on another disk, free memory, or shorten the prompt (--truncate)"
+                f"({error.strerror}; {gib(space.free_bytes())} free): make room on this disk, set TRIFORCE_HOME "
+                "to a directory on another disk, free memory, or shorten the prompt (--truncate)"
             ) from error
         self.num_bytes = size
         self.direct = _pass_page_cache(self._descriptor, True)
