@@ -73,8 +73,9 @@ def chunk_mass(
 def chunk_scores(mass: Tensor) -> Tensor:
     """Computes how useful each chunk is expected to be for the next tokens.
 
-    A chunk that received less attention than the chunk before it gets the score of that chunk. A head that continues an
-    earlier passage moves on by one token at each step, so it will next attend to the tokens behind its present place.
+    If a chunk received less attention than the chunk before it, its score is the mass of that chunk. A head that
+    continues an earlier passage moves on by one token at each step, so it will next attend to the tokens behind its
+    present place.
 
     Args:
         mass: `[num_kv_heads, num_chunks]`, the mean over recent rows.

@@ -475,9 +475,9 @@ class Decoder:
     def tiling(self) -> Tiling:
         """How the rows of a long pass are computed together.
 
-        The last parts have at most `END_ROWS` rows if rows of a step do not depend on one another. This is only so on a
-        CPU, and not with linear attention, whose states depend on where a pass ends. It is not done on several ranks:
-        they might have different kernels, but must share the same tokens.
+        The last parts have at most `END_ROWS` rows on a CPU, if the rows of a step do not depend on one another. This
+        is not done with linear attention, whose states depend on where a pass ends. It is not done on several ranks
+        either: they might have different kernels, but must share the same tokens.
         """
         alone = self.device.type == "cpu" and self.ranks.size == 1
         ends = alone and not self.part.linear and self.rows_are_independent

@@ -123,7 +123,8 @@ def nccl_version() -> str | None:
 
 
 def connection_in_words(gpus: int) -> str:
-    """Describes NCCL's version and, if this process sees `gpus` GPUs, what NCCL can do between the first `gpus`."""
+    """Describes NCCL's version. If `gpus` is above 1 and this process sees that many GPUs, also describes what NCCL can
+    do between the first `gpus` of them."""
     import torch
 
     words = [f"NCCL {nccl_version() or 'of unknown version'}"]

@@ -463,7 +463,8 @@ class ExpertMlps:
 
     @cached_property
     def _described(self) -> ctypes.Array[QuantisedCall] | None:
-        """The experts for compiled kernels; `None` if not all of their matrices are in few bits."""
+        """The experts for compiled kernels. `None` if not all of their matrices are in few bits, their sizes differ, or
+        the activation is not `silu`."""
         matrices = [one for expert in self.experts for one in expert.in_few_bits if expert.activation == "silu"]
         return described_experts(matrices) if len(matrices) == 3 * len(self.experts) else None
 
@@ -742,7 +743,8 @@ class ModelMatrices:
 
 
 def _linear_matrices(linear: LinearAttention, hidden: int, split: Split) -> tuple[Matrix, Matrix]:
-    """See `ModelMatrices.linear`. In each projection, the outputs of a rank's heads follow one another."""
+    """See `ModelMatrices.linear`. The outputs of a rank's heads follow one another, even if they are in several
+    places of a projection."""
     heads, names = split.key_heads, linear.names.inputs
     together, values = linear.value_heads // linear.key_heads, linear.value_heads_of(heads)
 

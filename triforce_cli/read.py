@@ -76,7 +76,7 @@ class ReadOptions(ReportOptions):
 
     @property
     def draft(self) -> str | None:
-        """Always `None`, because reading a text needs no draft."""
+        """Always `none`, because reading a text needs no draft."""
         return "none"
 
     @property

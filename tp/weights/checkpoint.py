@@ -138,7 +138,8 @@ class Checkpoint:
         columns: slice | None = None,
         dtype: torch.dtype | None = None,
     ) -> Tensor:
-        """Reads the tensor `name`, or a part of it. Nothing else of the file is read.
+        """Reads the tensor `name`, or a part of it. Only this part is read from the file; from a GGUF file, the whole
+        tensor.
 
         Args:
             shape: the shape that the tensor must have in the file.

@@ -408,7 +408,7 @@ def _template(given: _Metadata, vocabulary: _Vocabulary, adds_bos: bool) -> dict
     `None` for neither.
 
     Args:
-        adds_bos: whether BOS is added if the file does not say so and has a BOS token.
+        adds_bos: whether BOS is added if the file has a BOS token, but does not say whether to add it.
     """
     ends: list[int | None] = []
     for name, token, default in (("bos", vocabulary.bos, adds_bos), ("eos", vocabulary.eos, False)):

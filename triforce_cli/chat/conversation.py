@@ -72,8 +72,8 @@ class NextTurn:
     new_tokens: int
     """The number of tokens at the end of the prompt that were not at these positions in the conversation."""
     rewritten: bool
-    """Whether some of these tokens replace others of the conversation, because the chat template changes earlier
-    turns."""
+    """Whether some of these tokens replace others of the conversation, because turns were dropped or the chat template
+    changes earlier turns."""
     state: _State
     """The state that it continues, without the dropped turns."""
     pieces: tuple[Piece, ...]

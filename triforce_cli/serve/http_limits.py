@@ -20,9 +20,10 @@ class ServerLimits:
     body_bytes: int = 2**25
     """Maximum bytes of a request's body. The text of a million tokens has a fifth of that."""
     held_bytes: int = 2**29
-    """Maximum bytes of the bodies of all requests together, until their prompts are made."""
+    """Maximum bytes of the bodies of all requests together, until their prompts are made. Answers that are not streamed
+    count too, but are not refused."""
     client_held_bytes: int = 2**27
-    """Maximum bytes of the bodies of one client's requests."""
+    """Maximum bytes of the bodies of one client's requests, and of its answers that are not streamed."""
     body_s: float = 30.0
     """Seconds within which a body must arrive. A long body has more time: see `body_rate`."""
     body_rate: float = 2**17
@@ -30,7 +31,7 @@ class ServerLimits:
     parts: int = 2**18
     """Maximum number of objects, lists and names of fields in a body."""
     long_bytes: int = 2**18
-    """From this number of bytes on, a body is long. Its prompt is made in another thread than those of other bodies."""
+    """Above this number of bytes, a body is long. Its prompt is made in another thread than those of short bodies."""
     render_s: float = 5.0
     """Maximum seconds that the chat template may take for one prompt."""
     verifications: int = 16

@@ -49,7 +49,7 @@ _CUT_S = 5.0
 
 _SWITCH_S = 5e-4
 """Seconds after which a thread must give the interpreter to others. Python's default is ten times as long. An answer
-takes the interpreter a hundred times, and beside a chat template with an endless loop it had to wait each time."""
+takes the interpreter a hundred times, and beside a chat template that loops, it had to wait each time."""
 
 _OWED_S = 2e-3
 """After this number of seconds of computing, the thread that serves HTTP leaves the interpreter to others."""
@@ -108,8 +108,9 @@ def _allow_many_connections() -> None:
 
 
 def _let_end(server: Server, grace_s: float, signals: Signals) -> BodyError:
-    """Waits until answers have ended, or a second signal comes. Does not wait if another rank has ended, which the
-    launcher reports with a signal. Returns the error for requests whose answers have not ended."""
+    """Waits until answers have ended, `grace_s` seconds have passed, or a second signal comes. Does not wait if another
+    rank has ended, which the launcher reports with a signal. Returns the error for requests whose answers have not
+    ended."""
     worker = server.worker
     loading = worker.state == "loading"
     worker.stop()

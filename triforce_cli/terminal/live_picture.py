@@ -289,8 +289,8 @@ def _lengths(s: Snapshot) -> Line:
 
 
 def _read(s: Snapshot) -> Line:
-    """The line about prefill. For several answers, only its speed: tokens that they share are read once, but counted
-    with each answer."""
+    """The line about the keys and values that decoding reads. For several answers, only the speed: shared tokens are
+    read once, but counted with each answer."""
     gb, seconds = s.figures.kv_read_bytes / 1e9, s.figures.kv_read_s
     speed = f"{gb / seconds:.1f} GB/s" if seconds else ""
     if s.text is None:

@@ -77,7 +77,7 @@ class FairQueue(Generic[W]):
         return next((work for work in reversed(most) if work not in self._popped), None)
 
     def next(self) -> W | None:
-        """Waits for the next piece of work, and returns it; `None` after the queue is closed."""
+        """Waits for the next piece of work, and returns it; `None` if the queue is closed and has no work left."""
         with self._changed:
             self._changed.wait_for(lambda: self._by_client or self._closed)
             return self.pop()

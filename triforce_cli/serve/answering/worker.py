@@ -69,8 +69,8 @@ class Worker:
         return engine_failed() if self.error else stopping()
 
     def cut(self, wait_s: float, why: BodyError) -> bool:
-        """Interrupts the present work, and refuses waiting work with `why`. Returns whether the thread has ended within
-        `wait_s` seconds. It cannot end while it loads weights."""
+        """Interrupts the present work. All requests that wait get the error `why`. Returns whether the thread has ended
+        within `wait_s` seconds. It cannot end while it loads weights."""
         self._cut_by = why
         if self._thread.is_alive():
             self._thread.join(wait_s if self.engine else 0)
@@ -81,7 +81,7 @@ class Worker:
         return ended
 
     def _enter(self, state: State) -> bool:
-        """Enters a state. Returns false if the worker was already in a later state."""
+        """Enters a state. Returns false if the worker was already in it or in a later state."""
         with self._changing:
             forward = get_args(State).index(state) > get_args(State).index(self.state)
             self.state = state if forward else self.state

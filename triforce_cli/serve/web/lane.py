@@ -46,7 +46,7 @@ class Lane:
             del piece  # or an error and the frames it came through would hold each other, and these a body
 
     def close(self, why: BodyError) -> None:
-        """Ends the thread after its present work. All waiting work is refused with `why`."""
+        """Ends the thread after its present work. All calls that wait, even for this work, get the error `why`."""
         self._why = why
         for one in self._queue.clear():
             one.refuse(why)

@@ -41,7 +41,8 @@ class Preparing:
         return await lane.run(client, lambda: work(self._tokenizer_of(lane)))
 
     def close(self, why: BodyError) -> None:
-        """Ends the threads, each after its present work. Waiting work is refused with `why`."""
+        """Ends the threads, each after its present work. All calls that wait, even for this work, get the error
+        `why`."""
         self._short.close(why)
         self._long.close(why)
 
