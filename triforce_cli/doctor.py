@@ -68,7 +68,7 @@ class Findings:
     compiled_kernels: str | None = None
     """The instruction set that they use; `None` without them."""
     arithmetic: int | None = None
-    """The number of their arithmetic, see `kernels.cpu.library.arithmetic`: 0 without them; `None` if it is not known."""
+    """The number of their arithmetic (`kernels.cpu.library.arithmetic`): 0 without them; `None` if it is not known."""
     few_bits: dict[str, str] = field(default_factory=dict)
     """How weights in few bits are multiplied here, in words. `formats`: the supported formats; `cpu` and `gpu`: how a
     step multiplies. `gpu` is only present if there is a GPU."""
