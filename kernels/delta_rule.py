@@ -148,6 +148,9 @@ def delta_chunks(inputs: Tensor, gates: Tensor, weights: DeltaWeights, state: Te
 
     Returns:
         `[n, value_heads, value_dim]` in the dtype of `inputs`.
+
+    Raises:
+        MemoryError: as for `delta_steps`.
     """
     n, past = gates.shape[0], weights.past
     begin, parts, compiled = 0, [], compiled_delta(inputs, weights)

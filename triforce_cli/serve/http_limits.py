@@ -37,7 +37,8 @@ class ServerLimits:
     verifications: int = 16
     """Maximum number of uploads that wait until a saved context is verified, besides the one being verified."""
     connections: int = 2048
-    """Maximum number of connections at a time. Beyond it, idle connections of the client with the most are closed."""
+    """Maximum number of connections at a time. Beyond it, idle connections of the client with the most idle ones are
+    closed."""
     idle_s: float = 60.0
     """Seconds within which a connection must begin a request and send its head."""
     keep_alive_s: float = 5.0

@@ -68,7 +68,7 @@ class Connections:
 
     def add(self, connection: Connection, client: str) -> None:
         """Adds a new connection. If there are too many, an idle connection is closed: the oldest of the client that has
-        the most."""
+        the most idle connections."""
         self._open[connection] = client
         if len(self._open) > self._most:
             idle = [one for one in self._open if one.asks_nothing]
