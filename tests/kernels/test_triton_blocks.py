@@ -9,7 +9,7 @@ from gguf_blocks import numbers_of, random_blocks
 from quantised_matrices import blocks_of, moved
 from triforce.kernels.quantised import BLOCK_FORMS, BlockMatrix, quantised_linear
 from triforce.kernels.selection import use_kernels
-from triton_runs import DTYPES, both, compiled_table
+from triton_runs import DTYPES, both
 
 pytestmark = pytest.mark.usefixtures("exact_products")
 
@@ -89,12 +89,3 @@ def test_a_row_has_the_same_bits_alone_and_in_company(device, form):
         together = quantised_linear(x, matrix)
         for rows in (slice(0, 1), slice(3, 16), slice(33, 34)):
             assert torch.equal(quantised_linear(x[rows], matrix), together[rows])
-
-
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("capability", ["80", "86", "89", "90", "120"])
-@pytest.mark.slow(keep=1)
-def test_the_kernels_compile_without_spills(tmp_path, capability, dtype):
-    only = "numbers of blocks", "products of blocks"
-    table = compiled_table(tmp_path, "--only", *only, "--capabilities", capability, "--dtypes", dtype)
-    assert all(f"| {name} |" in table for name in only)

@@ -15,7 +15,7 @@ from triforce.kernels.quantised import Choice, chosen_products, joined
 from triforce.kernels.selection import padded_rows, use_kernels
 from triforce.tp.decoder import Decoder
 from triforce.tp.matrices import ExpertMlps
-from triton_runs import DTYPES, both, compiled_table
+from triton_runs import DTYPES, both
 
 pytestmark = pytest.mark.usefixtures("exact_products")
 COUNT = 5
@@ -67,12 +67,3 @@ def test_experts_of_few_rows_have_the_sums_of_one_after_the_other(tmp_path, devi
         assert (alone - found[4:5]).abs().max().item() == 0
         apart = replace(layer.mlp, stacked=None).of(rows, norm=layer.post_norm, eps=1e-5)
         torch.testing.assert_close(found, apart, atol=1e-5, rtol=1e-5)
-
-
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("capability", ["80", "86", "89", "90", "120"])
-@pytest.mark.slow(keep=1)
-def test_the_kernels_compile_without_spills(tmp_path, capability, dtype):
-    assert "| products of experts |" in compiled_table(
-        tmp_path, "--only", "products of experts", "--capabilities", capability, "--dtypes", dtype
-    )

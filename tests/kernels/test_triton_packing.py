@@ -10,7 +10,7 @@ from oracles import EVERY_VALUE, KV_KINDS, damaged_slots, kv_block
 from profiles import examples
 from triforce.kernels.packing import is_packed, pack_plain, unpack_plain
 from triforce.kernels.slots import GROUP, Layout
-from triton_runs import both, compiled_table
+from triton_runs import both
 
 from triforce.kernels.triton.packing import pack_triton, unpack_triton  # isort: skip (Triton may be missing until here)
 
@@ -102,9 +102,3 @@ def test_damaged_slots_write_nothing_beside_their_blocks(device):
     room = torch.full((len(slots), 4, *blocks.shape[2:]), 7.0, dtype=torch.bfloat16, device=device)
     unpack_triton(slots.to(device), room[:, 1:3], layout)
     assert (room[:, ::3] == 7.0).all()
-
-
-@pytest.mark.slow
-def test_the_kernels_compile_without_spills_for_gpus_that_are_not_there(tmp_path):
-    arguments = ["--only", "packing", "--capabilities", "80", "89", "90", "--head-dims", "64", "128"]
-    assert compiled_table(tmp_path, *arguments).count("| packing") == 6

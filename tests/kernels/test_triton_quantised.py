@@ -11,7 +11,7 @@ from quantised import FORMATS
 from quantised_matrices import matrix_of, moved
 from triforce.kernels.quantised import quantised_linear
 from triforce.kernels.selection import use_kernels
-from triton_runs import DTYPES, both, compiled_table
+from triton_runs import DTYPES, both
 
 pytestmark = pytest.mark.usefixtures("exact_products")
 
@@ -94,15 +94,6 @@ def test_every_byte_of_float8_is_read(device):
     found = product(one, replace(matrix, values=matrix.values.float().nan_to_num(0.0).to(torch.float8_e4m3fn)))[0]
     assert torch.equal(found[numbers], want[numbers])
     assert product(one, matrix)[0][~numbers].isnan().all()
-
-
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("capability", ["80", "86", "89", "90", "120"])
-@pytest.mark.slow(keep=1)
-def test_the_kernel_compiles_without_spills(tmp_path, capability, dtype):
-    assert "| products of quantised matrices |" in compiled_table(
-        tmp_path, "--only", "products of quantised", "--capabilities", capability, "--dtypes", dtype
-    )
 
 
 @both

@@ -4,7 +4,7 @@ import pytest
 import torch
 from triforce.kernels.host_rows import reads_host_memory, rows_from_host
 from triforce.kernels.selection import use_kernels
-from triton_runs import both, compiled_table, launches
+from triton_runs import both, launches
 
 from triforce.kernels.triton.rows import TILE_WIDTH  # isort: skip (Triton may be missing until here)
 
@@ -60,11 +60,3 @@ def test_only_devices_with_triton_read_host_memory():
     for packages in ((), ("triton",)):
         with use_kernels(as_gpu=packages):
             assert reads_host_memory(torch.device("cpu")) == bool(packages)
-
-
-@pytest.mark.parametrize("capability", ["80", "86", "89", "90", "120"])
-@pytest.mark.slow(keep=1)
-def test_the_kernel_fits_the_gpus_it_is_compiled_for(tmp_path, capability):
-    assert "| rows in host memory |" in compiled_table(
-        tmp_path, "--only", "rows in host memory", "--capabilities", capability
-    )

@@ -3,6 +3,7 @@
     python compile_triton.py               # a table: usual shapes and dtypes, for five architectures
     python compile_triton.py --unusual 90  # other shapes and dtypes, for one architecture
     python compile_triton.py --only pack   # a table of the kernels whose names begin so
+    python compile_triton.py --some 2      # two variants of each kernel, for one architecture each, always the same
 
 It fails where a kernel spills registers or takes more shared memory than the smallest of these GPUs has. The number of
 rows is no part of a kernel: rows are tiles of one size. All figures are those of the assembler (`ptxas -v`).
@@ -14,6 +15,7 @@ import argparse
 import contextlib
 import io
 import itertools
+import random
 import re
 import sys
 from collections.abc import Iterator
@@ -281,20 +283,31 @@ def checked(name: str, variant: Variant, capability: int) -> Usage:
     return usage
 
 
-def tabulate(
-    capabilities: list[int], dtypes: list[torch.dtype], head_dims: list[int], groups: list[int], only: tuple[str, ...]
-) -> None:
-    """Prints a row for each kernel and tile: the most that any variant takes, and the least occupancy."""
+def tabulate(variants: list[tuple[str, Variant]], capabilities: list[int], some: int | None) -> None:
+    """Prints a row for each kernel and tile: the maximum that any variant takes, and the minimum occupancy.
+
+    Args: `some` is the number of variants of each kernel, each for one architecture; without it, all for all.
+    """
+    chosen = {(place, capability) for place in range(len(variants)) for capability in capabilities}
+    if some is not None:
+        chance = random.Random(0)
+        places = {name: [i for i, (other, _) in enumerate(variants) if other == name] for name, _ in variants}
+        chosen = {
+            (place, chance.choice(capabilities))
+            for name in places
+            for place in chance.sample(places[name], min(some, len(places[name])))
+        }
     rows: dict[tuple[str, str], dict[int, list[tuple[Usage, float]]]] = {}
-    for name, variant in usual_variants(dtypes, head_dims, groups):
-        if not name.startswith(only):
+    for place, (name, variant) in enumerate(variants):
+        wanted = [capability for capability in capabilities if (place, capability) in chosen]
+        if not wanted:
             continue
         sizes = [size for key, size in variant.constants.items() if key.startswith("TILE_")]
         tile = " x ".join(map(str, sizes or [variant.constants.get("ROWS", 1), variant.constants["OUTPUTS"]]))
         row = rows.setdefault((name, tile), {capability: [] for capability in capabilities})
-        for capability, found in row.items():
+        for capability in wanted:
             usage = checked(name, variant, capability)
-            found.append((usage, usage.occupancy(capability, variant.num_warps)))
+            row[capability].append((usage, usage.occupancy(capability, variant.num_warps)))
     print("| kernel | tile |", " | ".join(f"sm_{capability}" for capability in capabilities), "|")
     print("|---" * (2 + len(capabilities)) + "|")
     for (name, tile), row in sorted(rows.items()):
@@ -302,6 +315,8 @@ def tabulate(
 
 
 def _cell(found: list[tuple[Usage, float]]) -> str:
+    if not found:
+        return ""
     registers, shared = max(usage.registers for usage, _ in found), max(usage.shared for usage, _ in found)
     return f"{registers}, {shared / 1024:.0f} KiB, {min(of for _, of in found):.0%}"
 
@@ -310,6 +325,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--unusual", type=int, metavar="90")
     parser.add_argument("--only", nargs="+", default=[""], metavar="NAME")
+    parser.add_argument("--some", type=int, metavar="N")
     parser.add_argument("--capabilities", type=int, nargs="+", default=list(ARCHITECTURES))
     parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "float16"])
     parser.add_argument("--head-dims", type=int, nargs="+", default=[64, 128])
@@ -321,7 +337,8 @@ def main() -> None:
                 print(name, variant.constants, checked(name, variant, options.unusual))
         return
     dtypes = [getattr(torch, name) for name in options.dtypes]
-    tabulate(options.capabilities, dtypes, options.head_dims, options.groups, tuple(options.only))
+    variants = usual_variants(dtypes, options.head_dims, options.groups)
+    tabulate([one for one in variants if one[0].startswith(tuple(options.only))], options.capabilities, options.some)
 
 
 if __name__ == "__main__":

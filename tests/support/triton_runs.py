@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from unittest.mock import patch
 
 import numpy as np
@@ -39,22 +35,6 @@ DTYPES = {
     "float16": (torch.float16, 2**-11),
 }
 """Each with the relative error of rounding to it, which is what kernels do to 16-bit probabilities."""
-
-
-def compiled_table(cache: Path, *arguments: str) -> str:
-    """What `compile_triton.py` prints of these kernels, which it must find to be without spills.
-
-    Args: `cache` is an empty directory for what is compiled.
-    """
-    done = subprocess.run(
-        [sys.executable, "-P", str(Path(__file__).with_name("compile_triton.py")), *arguments],
-        env=os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(cache)},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
 
 
 @contextmanager
