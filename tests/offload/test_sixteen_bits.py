@@ -10,6 +10,7 @@ pytestmark = pytest.mark.skipif(
     cpu_level() < Level.AVX512_BF16, reason="the compiled kernels are not installed, or not for this CPU"
 )
 
+GREEDY = Sampling(temperature=0.0)
 PROMPT = random_tokens(700, seed=3)
 
 
@@ -21,11 +22,19 @@ def pair(tmp_path_factory):
     return root / "target", root / "draft"
 
 
-@pytest.mark.parametrize("resident", [None, 0.0])
+@pytest.fixture(scope="module", params=[None, 0.0])
+def resident(request):
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def token_by_token(pair, resident):
+    engine = Engine.load(*pair, device="cpu", dtype="bfloat16", tiers=1, resident=resident)
+    return engine.generate(PROMPT, GREEDY, 200).token_ids
+
+
 @pytest.mark.parametrize(("draft_length", "block_length"), [(1, 3), (4, 12), (None, None), (8, 31)])
-def test_bfloat16_text_is_the_one_decoded_token_by_token(pair, draft_length, block_length, resident):
-    greedy = Sampling(temperature=0.0)
-    want = Engine.load(*pair, device="cpu", dtype="bfloat16", tiers=1, resident=resident).generate(PROMPT, greedy, 200)
+def test_bfloat16_text_is_the_one_decoded_token_by_token(pair, token_by_token, draft_length, block_length, resident):
     engine = Engine.load(
         *pair,
         device="cpu",
@@ -35,4 +44,4 @@ def test_bfloat16_text_is_the_one_decoded_token_by_token(pair, draft_length, blo
         block_length=block_length,
         resident=resident,
     )
-    assert engine.generate(PROMPT, greedy, 200).token_ids == want.token_ids
+    assert engine.generate(PROMPT, GREEDY, 200).token_ids == token_by_token
