@@ -98,13 +98,8 @@ NO_PROGRESS = StartProgress(lambda share: None, lambda share: None)
 
 @contextmanager
 def start_progress(console: Console, tokens: int) -> Iterator[StartProgress]:
-<<<<<<< HEAD
-    """Shows it as a bar with the time left, or as lines where no terminal is."""
-    names = "taking host memory for the KV cache", f"prefill of {tokens:,} tokens"
-=======
     """Shows the progress as a bar with the time left, or as lines if there is no terminal."""
-    names = "taking host memory for the KV cache", f"reading {tokens:,} tokens"
->>>>>>> ced2c9851064af0ae93fd77a940b7ea060c755f3
+    names = "taking host memory for the KV cache", f"prefill of {tokens:,} tokens"
     if not console.is_terminal:
         yield StartProgress(*map(progress_lines, names))
         return

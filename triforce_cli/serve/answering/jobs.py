@@ -241,10 +241,5 @@ def engine_failed() -> BodyError:
 
 
 def stopping() -> BodyError:
-<<<<<<< HEAD
-    """What those are told who wait when the server stops, or ask then."""
-    return BodyError("the server is stopping; ask again later, or ask another server", code="stopping", status=503)
-=======
     """The error for requests that wait when the server stops, or come later."""
-    return BodyError("the server is stopping; ask again later, or another one", code="stopping", status=503)
->>>>>>> ced2c9851064af0ae93fd77a940b7ea060c755f3
+    return BodyError("the server is stopping; ask again later, or ask another server", code="stopping", status=503)
