@@ -224,7 +224,7 @@ def test_answers_at_work_keep_their_lines_where_there_are_too_few():
     rows = [*ROWS[:1]] * 40 + [ROWS[1]] + [ROWS[4]] * 40 + [ROWS[2]]
     lines = picture(several(rows), 80, 16)
     shown = "\n".join(lines)
-    assert "41 running" in shown and "82 reading" in shown and re.search(r"and \d+ more", shown)
+    assert "41 running" in shown and "82 prefill" in shown and re.search(r"and \d+ more", shown)
 
 
 def test_one_terminal_is_known_without_its_name(monkeypatch):
