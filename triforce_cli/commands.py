@@ -56,8 +56,8 @@ app = typer.Typer(
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
-    help="Runs language models on long texts, [bold]losslessly[/]: every token is drawn from the model's own "
-    "distribution over its full context, but several tokens are verified in one pass.",
+    help="Runs language models on long texts. Several draft tokens are verified in one pass, [bold]losslessly[/]: "
+    "every token is drawn from the model's own distribution over its full context.",
     epilog="Start with [bold]triforce generate[/]: it needs no option, no network and no GPU.",
 )
 app.command("generate", epilog=EPILOG)(command(GenerateOptions, generate))

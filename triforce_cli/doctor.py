@@ -244,9 +244,9 @@ def check_links(
         device |= {"pcie": asdict(pcie) if pcie else None, "link": bandwidth, "peers": []}
         if pcie and (pcie.width < pcie.max_width or (bandwidth and pcie.generation < pcie.max_generation)):
             found.missing.append(
-                f"CUDA device {index} runs at {pcie}: streaming to it takes longer by the same factor; another slot "
-                "may give it all lanes, or firmware settings its generation (a second slot often has fewer lanes, or "
-                "shares them with a disk; see the board's manual)"
+                f"CUDA device {index} runs at {pcie}, so streaming to it takes longer in proportion; another slot "
+                "may give it all lanes, and firmware settings may raise its generation (a second slot often has fewer "
+                "lanes, or shares them with a disk; see the board's manual)"
             )
     devices = {device["index"]: device for device in found.cuda}
     for pair in gpu_links.gpu_pairs(list(devices), torch.cuda.can_device_access_peer):
@@ -308,10 +308,12 @@ def _few_bits_on_cpu() -> str:
     except ValueError:  # TRIFORCE_CPU_LEVEL has no such level
         level = Level.NONE
     if level >= Level.AVX512_BF16:
-        return "dequantised inside the matrix product in bfloat16, before it in float32"
+        return "dequantised inside the matrix product if the dtype is bfloat16, before it if it is float32"
     if level >= Level.AVX2:
         blocks = "for GGUF blocks other than Q8_0 and Q4_0"
-        return f"dequantised inside the matrix product in bfloat16 and, {blocks}, in float32; else before it"
+        return (
+            f"dequantised inside the matrix product if the dtype is bfloat16; in float32 too, {blocks}; else before it"
+        )
     return "dequantised before each product"
 
 

@@ -41,7 +41,7 @@ class ModelRow:
 
 
 def models(options: ReportOptions, call: Call) -> None:
-    """Lists the presets (models with a short name), the memory that each needs, and whether it fits and is downloaded.
+    """Lists presets (models with a short name), the memory each needs, and whether each fits here and is downloaded.
 
     Downloads nothing.
     Any other model is given as a directory or by its name on the hub: [cyan]triforce generate --model OWNER/NAME[/].

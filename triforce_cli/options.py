@@ -179,13 +179,15 @@ DTYPE = option(
     MACHINE,
     choice("auto", "float32", "bfloat16", "float16"),
     "Number format of weights and KV cache; auto is the checkpoint's. In float32, greedy text is the same for all "
-    "draft lengths and tiers. In 16 bits, it may differ at near-ties, unless the run is exact (--exact).",
+    "draft lengths and tiers. In 16 bits, it may differ at near-ties, unless the run is exact. settings.exact in the "
+    "JSON of a run says whether it is.",
 )
 DEVICE = option(MACHINE, choice("auto", "cpu", "cuda"), "Where to compute; auto is CUDA if there is a GPU.")
 CONTEXT = option(
     PROMPT,
     NAME,
-    "Start from a text that [bold]triforce read[/] has saved. No prompt file and no new prefill are needed.",
+    "Start from a text that [bold]triforce read[/] has saved. No prompt file is needed, and the text needs no new "
+    "prefill.",
 )
 TEMPLATE_ARG = option(
     PROMPT,
@@ -215,9 +217,9 @@ SAMPLING_OPTIONS = {
     "seed": option(
         SAMPLING,
         SEED,
-        "Random seed: a whole number, which may be negative. The same seed gives the same tokens with any draft; in 16 "
-        "bits, only if the run is exact (--exact). Default: random. Slightly more draft tokens are accepted then, but "
-        "the text cannot be reproduced.",
+        "Random seed: a whole number, which may be negative. The same command with the same seed writes the same text. "
+        "In float32, and in 16 bits if the run is exact, the text does not depend on the draft or its lengths either. "
+        "Default: random. Slightly more draft tokens are accepted then, but the text cannot be reproduced.",
     ),
 }
 """The options for all fields of `Sampling`."""
@@ -233,8 +235,8 @@ SETTINGS_OPTIONS = {
         MACHINE,
         choice("auto", "on", "off"),
         "Store bfloat16 keys and values in three quarters of their bytes, without loss: in saved contexts, and where "
-        "they stream from host memory or a disk. auto: if compiled kernels can do it, except in host memory if a CPU "
-        "computes.",
+        "they stream from host memory or a disk. auto: on if compiled kernels (for streaming to a GPU: Triton) can "
+        "pack; but if a CPU computes, keys and values in host memory stay unpacked.",
     ),
     "host_memory": option(
         MACHINE,
@@ -276,7 +278,7 @@ SETTINGS_OPTIONS = {
         SPECULATION,
         REFRESH,
         "When the chunks of the retrieval cache are chosen again: every round, every N rounds, or never. auto: every "
-        "round while this takes hardly any time, else when acceptance drops, or some rounds later.",
+        "round while this takes hardly any time; else when acceptance drops, and at the latest after some rounds.",
     ),
     "early_end": option(
         SPECULATION,
@@ -288,7 +290,8 @@ SETTINGS_OPTIONS = {
         SPECULATION,
         choice("auto", "on", "off"),
         "Pad the passes that decide about the text to a fixed number of rows. The tokens then do not depend on draft "
-        "lengths and tiers in 16 bits either. auto: on for GPUs, where it should cost hardly any time; off for CPUs.",
+        "lengths and tiers in 16 bits either. auto: on for GPUs, where it should cost hardly any time; off for CPUs. "
+        "Compiled kernels with AVX-512 BF16 or AMX are exact in bfloat16 without it.",
     ),
     "tiers": option(
         SPECULATION,
@@ -353,7 +356,8 @@ class TextOptions(RunOptions):
             PROMPT,
             FILE,
             "Text file; [bold]-[/] is stdin. If no text is given, a built-in one is used: the invented log book of a "
-            "harbour. generate asks three questions about it, and its --seed S selects another log.",
+            "harbour. generate takes another log for each --seed, and a random log without it. If no question is given "
+            "and -n is 1, generate asks three questions about the log, then continues it.",
         ),
     ] = None
     prompt: Annotated[str | None, option(PROMPT, TEXT, "The text itself, instead of a file.")] = None
@@ -369,7 +373,14 @@ class AnsweringOptions(RunOptions):
     """The options of the commands that answer requests in OpenAI's format. Sampling options, lengths and the context
     apply to requests that do not have these fields."""
 
-    context: Annotated[str | None, CONTEXT] = None
+    context: Annotated[
+        str | None,
+        option(
+            PROMPT,
+            NAME,
+            "The saved context that requests start from if they name none; [bold]triforce read[/] saves one.",
+        ),
+    ] = None
     template_args: Annotated[list[Any] | None, TEMPLATE_ARG] = None
     max_sequences: Annotated[
         int,

@@ -85,8 +85,9 @@ class ReadOptions(ReportOptions):
 
 
 def read(options: ReadOptions, call: Call) -> None:
-    """Prefills a text once and saves its KV cache as a context. Answers start from it without a new prefill.
+    """Runs the model over a text once (the prefill) and saves its KV cache as a context.
 
+    Answers start from the context without a new prefill of the text.
     If the command is interrupted, killed or out of disk space, the same command goes on where it stopped.
     A context contains the text in readable form; only its owner can read its files.
     """

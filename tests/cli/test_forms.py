@@ -103,7 +103,10 @@ def test_an_answer_that_is_cut_says_so(generated):
     ("options", "message"),
     [
         (("--regex", "a", "--grammar", "FILE"), "error: --regex and --grammar are both given"),
-        (("--regex", "a", "--ignore-eos"), "error: --ignore-eos is given, but an answer in a form ends"),
+        (
+            ("--regex", "a", "--ignore-eos"),
+            "error: --ignore-eos is given, but an answer with --json-schema, --regex or --grammar ends",
+        ),
         (("--regex", "(a"), "error: the regular expression cannot be followed: "),
         (("--json-schema", "FILE"), "error: the JSON schema cannot be read: "),
         (("--json-schema", "MISSING"), "error: --json-schema MISSING does not exist"),

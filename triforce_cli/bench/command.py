@@ -74,7 +74,8 @@ class BenchOptions(MeasuringOptions):
             MEASURING,
             whole_numbers(2, auto=True),
             "Context lengths to measure, in tokens of prompt and answer together. auto is "
-            f"{', '.join(f'{n:,}' for n in AUTO_CONTEXTS)}, up to the model's maximum.",
+            f"{', '.join(f'{n:,}' for n in AUTO_CONTEXTS)}; lengths that the model cannot hold, or that are not longer "
+            "than --max-new-tokens, are left out.",
         ),
     ] = None
     """Ascending; `None`: those of `AUTO_CONTEXTS` for which the model has enough positions."""

@@ -98,7 +98,7 @@ class Display:
         tiers = f"{step.tiers} tier{'s' if step.tiers > 1 else ''}"
         repeats = max(other.repeat for other in self._order)
         together = f"{step.sequences} sequences, " if (step.sequences or 1) > 1 else ""
-        what = f"{together}{tiers}, run {step.repeat} of {repeats}" if step.repeat else "reading"
+        what = f"{together}{tiers}, run {step.repeat} of {repeats}" if step.repeat else "prefill"
         self._words = f"{step.context:,} tokens: {what}"
         self._prefill_left = self._run_left = 1.0
         if not self._progress and not step.repeat:

@@ -283,7 +283,7 @@ def _shape_notes(document: dict[str, Any]) -> list[str]:
         f"{assumed['retrieval']:.3g} for tokens drafted on the retrieval cache{small} (--assume-acceptance)."
     ]
     failed = document["shape"].get("graphs_failed")
-    lines += [f"warning: drafting steps run without captured passes, so they are slower: {failed}"] if failed else []
+    lines += [f"warning: drafting runs without captured passes, and is slower: {failed}"] if failed else []
     for at in document["contexts"]:
         steps, lengths = at["steps_ms"], at["lengths"]
         drafted = f", a draft step {steps['draft']['median']:.2f} ms" if steps["draft"] else ""

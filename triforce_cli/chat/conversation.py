@@ -243,8 +243,8 @@ class Conversation:
                 "positions; take turns back (/undo), drop the oldest ones (--trim), or lower --max-new-tokens"
             )
         return (
-            f"the question and all before it have {tokens:,} tokens and {new:,} more may follow, but the "
-            f"model has {positions:,} positions; shorten the question, or lower --max-new-tokens"
+            f"the text, the system message and the question have {tokens:,} tokens and {new:,} more may follow, but "
+            f"the model has {positions:,} positions; shorten them, or lower --max-new-tokens"
         )
 
 

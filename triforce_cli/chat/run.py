@@ -99,7 +99,9 @@ def _introduce(engine: Engine, options: ChatOptions, context: Context | None, pl
     about = f"; about {context.name}, {len(context.token_ids):,} tokens" if context else ""
     print_note(engine_in_words(engine, options.model) + about)
     if plain:
-        reason = "the context has no chat template" if has_template else "this model has no chat template"
+        reason = (
+            "the context was saved without the chat template" if has_template else "this model has no chat template"
+        )
         print_note(f"{reason}: {AS_PLAIN_TEXT}")
         if options.template_args:
             print_note(NO_TEMPLATE)

@@ -111,8 +111,8 @@ class CompareOptions(MeasuringOptions):
             "temperature": option(
                 SAMPLING,
                 real("T"),
-                "Softmax temperature; 0 is greedy decoding. Texts of other systems can be compared only if greedy, "
-                "texts of this engine with --seed too.",
+                "Softmax temperature; 0 is greedy decoding. Greedy texts of all systems can be compared; with --seed, "
+                "only texts of this engine can.",
             )
         },
     ] = Sampling(temperature=0.0)  # noqa: RUF009 - frozen
@@ -235,8 +235,8 @@ def _job(options: CompareOptions, subject: Subject, folder: str) -> Job:
     if options.batch is not None:
         if len(token_ids) <= 2 * QUESTION_TOKENS:
             raise UsageError(
-                f"--batch ends the prompt with a question of {QUESTION_TOKENS} tokens, but the whole prompt has only "
-                f"{len(token_ids):,} tokens; give a longer one"
+                f"--batch needs a prompt of more than {2 * QUESTION_TOKENS} tokens, but it has {len(token_ids):,}; "
+                "give a longer one"
             )
         token_ids = token_ids[:-QUESTION_TOKENS]
         questions = questions_about(token_ids, options.batch)
@@ -272,7 +272,10 @@ def _token_ids(options: CompareOptions, subject: Subject) -> list[int]:
     if wanted is None:
         return list(build_prompt(source, options.ask, tokenizer, config, new, options.truncate).token_ids)
     if options.ask is not None:
-        raise UsageError("--ask and --prompt-tokens are both given, but --prompt-tokens drops the end; give one")
+        raise UsageError(
+            "--ask and --prompt-tokens are both given, but --prompt-tokens drops the end of the prompt, where the "
+            "question is; give one"
+        )
     check_context(config, wanted, new)
     prompt = long_prompt(source, tokenizer, config, wanted)
     if prompt.text_tokens < wanted:

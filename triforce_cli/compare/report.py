@@ -202,8 +202,8 @@ def _differences(document: dict[str, Any]) -> list[str]:
         return []
     if document["sampling"]["temperature"] > 0:
         return [
-            "With a seed, the text depends on rounding if two tokens have nearly equal logits (a near-tie). With "
-            "--exact on it must be the same."
+            "With a seed, the text depends on rounding if two tokens are nearly equal in log-probability plus noise (a "
+            "near-tie). With --exact on it must be the same if the chunk size divides 256."
         ]
     if document["dtype"] == "float32":
         return [f"In float32 these texts must be the same; {', '.join(different)} computed something else."]

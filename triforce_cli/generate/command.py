@@ -9,7 +9,8 @@ from .options import GenerateOptions
 
 EPILOG = """[bold]Examples[/]
 
-  The embedded model answers three questions about the log book of a harbour (another one for each seed), and goes on:
+  The embedded model answers three questions about the log book of a harbour (another log for each seed), and
+  continues it:
   [cyan]triforce generate[/]
 
   Continue a book:
@@ -85,7 +86,10 @@ def _check_options(options: GenerateOptions) -> None:
         names = " and ".join(from_stdin[:2])
         raise UsageError(f"{names} are both -, but there is only one standard input; give a file for one of them")
     if options.ignore_eos and any((options.json_schema, options.regex, options.grammar)):
-        raise UsageError("--ignore-eos is given, but an answer in a form ends when the form is complete; leave it out")
+        raise UsageError(
+            "--ignore-eos is given, but an answer with --json-schema, --regex or --grammar ends when it is complete; "
+            "leave --ignore-eos out"
+        )
     for name in (options.context, options.save_context):
         if name is not None:
             from ...offload.contexts.home import user_store

@@ -43,8 +43,9 @@ class GenerateOptions(TextOptions):
         option(
             SAMPLING,
             whole(1),
-            "Answers to each question, or continuations of the text; each is drawn separately. With --seed S, answer i "
-            "(counted from 0) is drawn with (S, i). So answer 0 is the same as that of --seed S without -n.",
+            "Answers to each question, or continuations of the text; each is drawn separately. With --seed S, the "
+            "first answer is that of --seed S without -n. Each further one has its own random numbers, made from S and "
+            "its number.",
             "-n",
             "--answers",
         ),

@@ -156,7 +156,7 @@ class PlanOptions(ModelOptions):
 def plan(options: PlanOptions, call: Call) -> None:
     """Estimates where weights and KV cache would be placed and how fast a model would run. Downloads and loads nothing.
 
-    It needs neither the weights nor the GPUs. Bytes are planned as before a run.
+    It needs neither the weights nor the GPUs. Memory is planned by the same rules as for a run.
     Times are [bold]modelled[/] from bytes, bandwidths and an assumed acceptance rate.
     With --measured, they are computed from measurements, also for contexts and draft lengths that were not measured.
     """

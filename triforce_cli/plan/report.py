@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
+from ...offload.planning.cards import DEFAULT_CARD
 from ...offload.planning.cost_model import PassTimes
 from ...tp.units import gib
 from ..terminal.tables import make_table
@@ -39,7 +40,7 @@ def show(plan: Plan) -> None:
     if any(plan.estimates.values()):
         console.print(_speed_table(plan))
         if plan.calibration:
-            console.print(f"\nTimes are modelled, from the measured passes above: {_assumptions(plan)}.")
+            console.print(f"\nTimes are modelled, from the measured passes above and this: {_assumptions(plan)}.")
         else:
             console.print(f"\nTimes are modelled, not measured. Assumed: {_assumptions(plan)}.")
     if plan.shortfalls:
@@ -162,10 +163,10 @@ def _measured(calibration: Calibration) -> list[str]:
     lines = [
         f"Measured on {terms['date']} with {terms['measured_model']} ({source.path.name}):",
         f"  memory {bandwidth['memory_gb_per_s']:.1f} GB/s; link "
-        + (f"{link:.1f} GB/s" if link else "not measured, so that of a card"),
+        + (f"{link:.1f} GB/s" if link else f"not measured: that of {DEFAULT_CARD} or --link-gbps is used"),
         f"  time of a pass: {' + '.join(rates)},",
         f"    fitted to {fitted['passes']} measured kinds of passes, off by at most {fitted['worst']:.0%}",
-        f"  rest of a round: {terms['round_ms']:.2g} ms"
+        f"  a round, besides its passes: {terms['round_ms']:.2g} ms"
         + (f"; a draft step: {terms['draft_step_ms']:.2g} ms" if terms["draft_step_ms"] is not None else ""),
     ]
     if known:

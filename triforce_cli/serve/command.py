@@ -32,7 +32,8 @@ _PACKAGES = ("fastapi", "uvicorn", "prometheus_client", "python_multipart")
 def serve(options: ServeOptions, call: Call) -> None:
     """Answers requests over HTTP in OpenAI's or Anthropic's format, several at a time, streamed or not.
 
-    [bold]Ctrl-C[/] or SIGTERM stops the server after the running answers have ended; a second signal ends them at once.
+    [bold]Ctrl-C[/] or SIGTERM stops the server: running answers may go on for --grace seconds.
+    A second signal ends them at once.
     """
     _check_options(options)
     missing = [name for name in _PACKAGES if find_spec(name) is None]

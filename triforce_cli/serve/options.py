@@ -77,7 +77,8 @@ class ServeOptions(AnsweringOptions):
         flag(
             "--save-prompts",
             SERVING,
-            "Save long prompts as contexts after their prefill. Later prompts start from them, also after a restart. "
+            "Save prompts of 1,024 tokens or more as contexts during their prefill. Later prompts start from them, "
+            "also after a restart. "
             "Without this option, only uploaded texts are saved.",
         ),
     ] = False

@@ -116,7 +116,7 @@ def saved_text(name: str, config: ModelConfig) -> tuple[list[int], Frame]:
     shape, ours = manifest.shape, (config.kv_layers, config.num_kv_heads, config.head_dim)
     if (shape.num_layers, shape.num_kv_heads, shape.head_dim) != ours or largest >= config.vocab_size:
         raise ContextError(
-            f"the context {name!r} was read by another model than {config.name}: give --model {manifest.model}"
+            f"the context {name!r} was saved with another model than {config.name}: give --model {manifest.model}"
         )
     return token_ids, manifest.frame
 

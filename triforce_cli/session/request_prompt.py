@@ -160,7 +160,7 @@ def _message_prompt(request: AnswerRequest, context: Context | None, tokenizer: 
         exchanges, question = ([(asked, exchanges[0][1]), *exchanges[1:]], question) if exchanges else ([], asked)
     form = QuestionForm.of(tokenizer, context)
     if arguments and form.template is None:
-        raise BodyError(f"{name} is given, but the context has no chat template; leave it out", name)
+        raise BodyError(f"{name} is given, but the context was saved without the chat template; leave it out", name)
     prompt = form.prompt(exchanges, question, context, tokenizer)
     return _with_syntax(prompt, tokenizer) if form.template else prompt
 

@@ -139,7 +139,7 @@ def _encodable(most: int) -> AfterValidator:
 def schema_of(given: Any) -> Any:
     found = given.get("schema") if isinstance(given, dict) else None
     if not isinstance(found, dict):
-        raise ValueError(f"has {shown(found)} as schema; an object belongs there")
+        raise ValueError(f"has {shown(found)} as schema; it must be a JSON object")
     return found
 
 
@@ -697,7 +697,8 @@ def check_model(name: str, models: Collection[str]) -> None:
     if name not in models:
         names = " or ".join(map(repr, sorted(models)))
         raise BodyError(
-            f"model is {shown(name)}, but {names} is loaded; give that name, or none, or load the other model",
+            f"model is {shown(name)}, but the model here is named {names}; give that name, or none, or load the other "
+            "model",
             "model", code="model_not_found", status=404,
         )  # fmt: skip
 

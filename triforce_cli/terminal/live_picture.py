@@ -362,7 +362,12 @@ def _state_words(s: Snapshot) -> str:
     counts = Counter(row.state for row in s.rows)
     counts["ended"] += s.done
     counts["waiting"] += s.to_come
-    return ", ".join(f"{counts[state]:,} {state}" for state in _STATES if counts[state]) or "none"
+    return ", ".join(f"{counts[state]:,} {_shown(state)}" for state in _STATES if counts[state]) or "none"
+
+
+def _shown(state: str) -> str:
+    """The word for a state."""
+    return "prefill" if state == "reading" else state
 
 
 def _answer_lines(s: Snapshot, width: int, room: int) -> list[Line]:
@@ -400,7 +405,7 @@ def _answer_line(index: int, row: AnswerRow, digits: int, width: int) -> Line:
     accepted = "-" if share is None else f"{share:.0%}"
     line = [
         Segment(f"{index + 1:>{digits}} ", DIM),
-        Segment(f"{row.state:<7} ", _STATES[row.state]),
+        Segment(f"{_shown(row.state):<7} ", _STATES[row.state]),
         Segment(f"{tokens:>{_tokens_width(width)}} {tbt:>6} {accepted:>8}", PLAIN),
     ]
     room = _name_width(digits, width)

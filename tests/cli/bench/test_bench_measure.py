@@ -96,7 +96,7 @@ def test_a_terminal_shows_what_runs_and_the_time_left_on_one_line():
             display.round(5)
             display.end(Run(step, [], {"decode_s": 30.0, "prefill_s": 20.0, "tbt_ms": {"mean": 1.0}}, {}, {}))
     text = screen.getvalue()
-    for words in ("100 tokens: reading", "100 tokens: 1 tier, run 1 of 2", "3 tiers, run 2 of 2", "about 2 min left"):
+    for words in ("100 tokens: prefill", "100 tokens: 1 tier, run 1 of 2", "3 tiers, run 2 of 2", "about 2 min left"):
         assert words in text
     assert text.count("\n") == 1, "one line, drawn over and over"
 

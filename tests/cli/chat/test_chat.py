@@ -94,7 +94,7 @@ def test_a_saved_conversation_is_asked_one_more_question(chat, pair, capfd, tmp_
         ("Why?\n/save ../x\n", "error: '../x' cannot be the name of a context"),
         ("/undo twice\n", "error: /undo takes no argument, but 'twice' is given"),
         (b"\xff?\n", "error: line 1 of standard input is not UTF-8"),
-        ("why " * 600 + "\n", "error: the question and all before it have"),
+        ("why " * 600 + "\n", "error: the text, the system message and the question have"),
     ],
 )
 def test_what_fails_is_said_and_the_next_question_is_answered(chat, lines, message):

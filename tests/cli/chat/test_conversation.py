@@ -183,7 +183,7 @@ def test_what_does_not_fit_is_refused_and_the_conversation_goes_on(chatty):
         conversation.ask("why " * 90)
     assert conversation.token_ids == before
     assert say(conversation, chatty, "How?", "Thus.").token_ids[: len(before)] == before
-    with pytest.raises(CapacityError, match=r"the question and all before it have \d+ tokens"):
+    with pytest.raises(CapacityError, match=r"the text, the system message and the question have \d+ tokens"):
         conversation_with(chatty, positions=100).ask("why " * 90)
 
 

@@ -67,7 +67,7 @@ def test_two_thousand_pasted_lines_are_one_message(terminal, tmp_path, columns, 
     chat.paste("\n".join(map(str, range(2000))))
     chat.read_until(r"^ *1999 *$")
     chat.type("\r")
-    chat.read_until(r"error: the question and all before it have \d,\d{3} tokens")
+    chat.read_until(r"error: the text, the system message and the question have \d,\d{3} tokens")
     chat.read_until(READY)
     chat.paste("Why?\r\nAnd how?")
     chat.type("\r")

@@ -106,7 +106,7 @@ def test_one_seed_gives_each_sequence_its_text_whatever_drafts(compare_batch):
     [
         ({"batch": 0}, ("--batch", "'0'")),
         ({"batch": 65}, ("--batch is 65", "at most 64")),
-        ({"prompt_tokens": 64}, ("--batch", "question of 32 tokens", "64 tokens")),
+        ({"prompt_tokens": 64}, ("--batch", "prompt of more than 64 tokens", "it has 64")),
         ({"audit": True}, ("--audit and --batch",)),
         ({"ask": "Who?"}, ("--ask and --batch",)),
     ],

@@ -155,16 +155,16 @@ def test_state_tokens_tbt_and_acceptance_of_each_answer_are_shown(width, height)
     lines = picture(several(), width, height)
     assert [cell_len(line) for line in lines] == [width] * height
     shown = "\n".join(lines)
-    for words in ("running +17", "ended +40", "reading +43%", "failed +0", "waiting +0", "13.1 +90%", "12.3 +94%"):
+    for words in ("running +17", "ended +40", "prefill +43%", "failed +0", "waiting +0", "13.1 +90%", "12.3 +94%"):
         assert re.search(words.replace(" +", "[^\n]* "), shown), words
-    for words in ("28.5 tokens/s", "draft 4  block 12", "1 reading", "memory: 1.2 GiB", "Ctrl-C", "now 11.2  mean 12.5",
+    for words in ("28.5 tokens/s", "draft 4  block 12", "1 prefill", "memory: 1.2 GiB", "Ctrl-C", "now 11.2  mean 12.5",
                   "retrieval 92%", "verify"):  # fmt: skip
         assert words in shown, words
     both = "\n".join(picture(several(to_come=0, rows=ROWS[:2]), width, height))
     assert "KV read   20.0 GB/s" in both and "memory" in both
     assert "\x1b" not in shown
     if width >= 80:
-        for words in ("Who is Levin?", "17/256", "Why?: the prompt has", "1 reading, 1 running, 91 waiting, 1 failed"):
+        for words in ("Who is Levin?", "17/256", "Why?: the prompt has", "1 prefill, 1 running, 91 waiting, 1 failed"):
             assert words in shown, words
 
 
@@ -224,7 +224,7 @@ def test_answers_at_work_keep_their_lines_where_there_are_too_few():
     rows = [*ROWS[:1]] * 40 + [ROWS[1]] + [ROWS[4]] * 40 + [ROWS[2]]
     lines = picture(several(rows), 80, 16)
     shown = "\n".join(lines)
-    assert "41 running" in shown and "82 reading" in shown and re.search(r"and \d+ more", shown)
+    assert "41 running" in shown and "82 prefill" in shown and re.search(r"and \d+ more", shown)
 
 
 def test_one_terminal_is_known_without_its_name(monkeypatch):

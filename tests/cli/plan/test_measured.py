@@ -85,7 +85,8 @@ def test_the_output_says_which_terms_are_measured_and_where(plan, bench_file):
     assert outcome.code == 0 and outcome.err == ""
     assert all(len(line) <= 80 or "/" in line for line in outcome.out.splitlines()), "but for the model's directory"
     for words in (
-        "Measured on ", "(bench.json)", "link not measured, so that of a card", "fitted to 10 measured kinds",
+        "Measured on ", "(bench.json)", "link not measured: that of rtx4090 or --link-gbps is used",
+        "fitted to 10 measured kinds",
         "acceptance at 900 tokens", "Times are modelled, from the measured passes above", "(measured) of tokens",
     ):  # fmt: skip
         assert words in " ".join(outcome.out.split())

@@ -30,7 +30,7 @@ class Metrics:
         self._cached = self._make(
             Counter, "cached_tokens", "Tokens of prompts and of uploaded texts that needed no prefill"
         )
-        self._saved = self._make(Counter, "uploaded_tokens", "Tokens of uploaded texts alone")
+        self._saved = self._make(Counter, "uploaded_tokens", "Of prompt_tokens, those of uploaded texts")
         self._new = self._make(Counter, "generated_tokens", "Tokens of answers")
         self._drafted = self._make(Counter, "draft_tokens", "Draft tokens given to passes over the full cache")
         self._accepted = self._make(Counter, "draft_tokens_accepted", "Draft tokens that were accepted")
@@ -45,7 +45,9 @@ class Metrics:
         ]
         self._traffic = Traffic()
         self._kv = self._make(
-            Gauge, "kv_cache_bytes", "Memory of the KV cache of answers, of texts in prefill, and of kept caches"
+            Gauge,
+            "kv_cache_bytes",
+            "Memory of the KV cache of answers, of texts during their prefill, and of kept caches",
         )
         self._ttft = self._make(
             Histogram, "time_to_first_token_seconds", "From a request to its first token, waiting included", (), _TTFT_S

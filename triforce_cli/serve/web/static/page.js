@@ -39,7 +39,7 @@ function figuresOf(timings) {
   const shares = [`${timings.predicted_n} tokens`];
   if (timings.predicted_n > 1) shares.push(`TBT ${(timings.predicted_ms / (timings.predicted_n - 1)).toFixed(1)} ms`);
   if (timings.draft_n) shares.push(`${((100 * timings.draft_n_accepted) / timings.draft_n).toFixed(0)} % of drafts accepted`);
-  if (timings.cache_n) shares.push(`without a prefill: ${timings.cache_n.toLocaleString("en")}`);
+  if (timings.cache_n) shares.push(`${timings.cache_n.toLocaleString("en")} tokens needed no prefill`);
   return shares.join(" · ");
 }
 
