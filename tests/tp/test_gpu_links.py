@@ -112,7 +112,7 @@ def test_doctor_says_what_a_second_card_lacks(tmp_path, monkeypatch):
     assert first["peers"] == [{"index": 1, "access": False, "transport": "SHM"}]
     assert second["peers"] == [{"index": 0, "access": False, "transport": "SHM"}]
     (entry,) = found.missing
-    assert entry.startswith("CUDA device 1 runs at PCIe 4.0 x4 of 4.0 x16: ")
+    assert entry.startswith("CUDA device 1 runs at PCIe 4.0 x4 of 4.0 x16, so streaming to it takes longer")
     text = describe(found)
     assert (
         "  left free on 0  CUDA's context 0.50 GiB, cuBLAS 128.0 MiB, NCCL 160.0 MiB, fragmentation 0.50 GiB, captured "
@@ -135,7 +135,7 @@ def test_an_idle_cards_generation_is_no_fault(tmp_path):
     assert idle.missing == ["the link to CUDA device 0 could not be measured: no memory is locked"]
     assert "PCIe 1.0 x16 of 4.0 x16 now (an idle card lowers its generation)" in describe(idle)
     busy = look(tmp_path / "busy", lambda index: {"in": 3e9, "out": 3e9}, slow)
-    assert [entry.split(":")[0] for entry in busy.missing] == ["CUDA device 0 runs at PCIe 1.0 x16 of 4.0 x16"]
+    assert [entry.split(",")[0] for entry in busy.missing] == ["CUDA device 0 runs at PCIe 1.0 x16 of 4.0 x16"]
 
 
 def test_a_card_of_fewer_lanes_lacks_nothing(tmp_path):
