@@ -235,8 +235,8 @@ SETTINGS_OPTIONS = {
         MACHINE,
         choice("auto", "on", "off"),
         "Store bfloat16 keys and values in three quarters of their bytes, without loss: in saved contexts, and where "
-        "they stream from host memory or a disk. auto: on if compiled kernels (for streaming to a GPU: Triton) can "
-        "pack; but if a CPU computes, keys and values in host memory stay unpacked.",
+        "they stream from host memory or a disk. auto: on with compiled kernels (for streaming to a GPU: with Triton), "
+        "but off for host memory if a CPU computes.",
     ),
     "host_memory": option(
         MACHINE,
@@ -356,8 +356,8 @@ class TextOptions(RunOptions):
             PROMPT,
             FILE,
             "Text file; [bold]-[/] is stdin. If no text is given, a built-in one is used: the invented log book of a "
-            "harbour. generate takes another log for each --seed, and a random log without it. If no question is given "
-            "and -n is 1, generate asks three questions about the log, then continues it.",
+            "harbour. generate takes another log for each --seed (without --seed, a random one); if no question is "
+            "given and -n is 1, it asks three questions about the log, then continues it.",
         ),
     ] = None
     prompt: Annotated[str | None, option(PROMPT, TEXT, "The text itself, instead of a file.")] = None
