@@ -2,6 +2,7 @@
 many tokens, up to 31, are proposed and verified at a time."""
 
 import pytest
+import torch
 from tiny import random_tokens, save_llama
 from triforce.kernels import Level, cpu_level
 from triforce.offload import Engine, Sampling
@@ -29,6 +30,7 @@ def resident(request):
 
 @pytest.fixture(scope="module")
 def token_by_token(pair, resident):
+    torch.set_num_threads(1)
     engine = Engine.load(*pair, device="cpu", dtype="bfloat16", tiers=1, resident=resident)
     return engine.generate(PROMPT, GREEDY, 200).token_ids
 

@@ -3,7 +3,7 @@
     python compile_triton.py               # a table: usual shapes and dtypes, for five architectures
     python compile_triton.py --unusual 90  # other shapes and dtypes, for one architecture
     python compile_triton.py --only pack   # a table of the kernels whose names begin so
-    python compile_triton.py --some 2      # two variants of each kernel, for one architecture each, always the same
+    python compile_triton.py --some        # few variants, with each value of each constant of each kernel
 
 It fails where a kernel spills registers or takes more shared memory than the smallest of these GPUs has. The number of
 rows is no part of a kernel: rows are tiles of one size. All figures are those of the assembler (`ptxas -v`).
@@ -283,20 +283,32 @@ def checked(name: str, variant: Variant, capability: int) -> Usage:
     return usage
 
 
-def tabulate(variants: list[tuple[str, Variant]], capabilities: list[int], some: int | None) -> None:
+def few_of(variants: list[tuple[str, Variant]], capabilities: list[int]) -> set[tuple[int, int]]:
+    """Places in `variants`, each with an architecture: so many that each kernel is compiled with each value of each of
+    its constants and types. They are always the same, and do not depend on other kernels."""
+    groups: dict[tuple[str, str], list[int]] = {}
+    for place, (name, variant) in enumerate(variants):
+        groups.setdefault((name, f"{variant.kernel.__module__}.{variant.kernel.__name__}"), []).append(place)
+    chosen = set()
+    for group, places in groups.items():
+        chance, seen = random.Random(str(group)), set()
+        for place in chance.sample(places, len(places)):
+            variant = variants[place][1]
+            values = {*variant.constants.items(), *variant.types.items()}
+            if not values <= seen:
+                seen |= values
+                chosen.add((place, chance.choice(capabilities)))
+    return chosen
+
+
+def tabulate(variants: list[tuple[str, Variant]], capabilities: list[int], *, some: bool) -> None:
     """Prints a row for each kernel and tile: the maximum that any variant takes, and the minimum occupancy.
 
-    Args: `some` is the number of variants of each kernel, each for one architecture; without it, all for all.
+    Args: `some`: few variants, each for one architecture (see `few_of`); else all for all.
     """
     chosen = {(place, capability) for place in range(len(variants)) for capability in capabilities}
-    if some is not None:
-        chance = random.Random(0)
-        places = {name: [i for i, (other, _) in enumerate(variants) if other == name] for name, _ in variants}
-        chosen = {
-            (place, chance.choice(capabilities))
-            for name in places
-            for place in chance.sample(places[name], min(some, len(places[name])))
-        }
+    if some:
+        chosen = few_of(variants, capabilities)
     rows: dict[tuple[str, str], dict[int, list[tuple[Usage, float]]]] = {}
     for place, (name, variant) in enumerate(variants):
         wanted = [capability for capability in capabilities if (place, capability) in chosen]
@@ -325,7 +337,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--unusual", type=int, metavar="90")
     parser.add_argument("--only", nargs="+", default=[""], metavar="NAME")
-    parser.add_argument("--some", type=int, metavar="N")
+    parser.add_argument("--some", action="store_true")
     parser.add_argument("--capabilities", type=int, nargs="+", default=list(ARCHITECTURES))
     parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "float16"])
     parser.add_argument("--head-dims", type=int, nargs="+", default=[64, 128])
@@ -338,7 +350,9 @@ def main() -> None:
         return
     dtypes = [getattr(torch, name) for name in options.dtypes]
     variants = usual_variants(dtypes, options.head_dims, options.groups)
-    tabulate([one for one in variants if one[0].startswith(tuple(options.only))], options.capabilities, options.some)
+    tabulate(
+        [one for one in variants if one[0].startswith(tuple(options.only))], options.capabilities, some=options.some
+    )
 
 
 if __name__ == "__main__":

@@ -224,7 +224,8 @@ class Simulator:
         from simulated_operations import HostReads, Operations  # which know this module
 
         self._open = True
-        self._modes = [HostReads(self), Operations(self)]
+        operations = Operations(self)
+        self._modes = [HostReads(self, operations), operations]
         for mode in self._modes:
             mode.__enter__()
         return self

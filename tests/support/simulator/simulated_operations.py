@@ -12,7 +12,7 @@ from unittest.mock import patch
 import torch
 from cuda_simulator import HOST, Race, Simulator
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 _SORTING = 32
 """Bytes for each float32 number that CUDA takes beside the result to sort several rows together: pairs of row and
@@ -21,18 +21,19 @@ place, twice, and of sorted pairs the keys and buffers (aten/src/ATen/native/cud
 
 class HostReads:
     """Tells the simulator which numbers the host reads: some methods of tensors bring them there without an operation
-    that could be seen. Here these methods are replaced. A `TorchFunctionMode` would see every call, to find these."""
+    that could be seen, or before one. Here these methods are replaced, in all threads: simulators that are open at the
+    same time must be nested. A `TorchFunctionMode` would see every call, to find these."""
 
     NAMES = ("cpu", "item", "tolist", "numpy", "__bool__", "__int__", "__float__", "__index__")
     """Methods that, on CUDA, wait for the current stream before."""
 
-    def __init__(self, simulator: Simulator) -> None:
-        self._simulator, self._depth = simulator, 0
+    def __init__(self, simulator: Simulator, operations: Operations) -> None:
+        """Args: `operations` is the mode of the same simulator, which is entered next."""
+        self._simulator, self._operations = simulator, operations
         self._replaced = [patch.object(Tensor, name, self._reading(getattr(Tensor, name))) for name in self.NAMES]
         self._replaced.append(patch.object(Tensor, "to", self._converting(Tensor.to)))
 
     def __enter__(self) -> HostReads:
-        self._depth = torch._C._len_torch_dispatch_stack()
         for one in self._replaced:
             one.start()
         return self
@@ -42,9 +43,8 @@ class HostReads:
             one.stop()
 
     def _is_seen(self) -> bool:
-        """Whether `Operations`, which is entered next, sees what this thread does: not within an operation, nor where
-        the simulation is off."""
-        return torch._C._len_torch_dispatch_stack() > self._depth
+        """Whether operations of this thread are simulated here: not within one, nor where the simulation is off."""
+        return any(mode is self._operations for mode in _get_current_dispatch_mode_stack())
 
     def _reading(self, method: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(method)
@@ -214,22 +214,23 @@ class _Kind:
     """Place and name of the arguments it writes to."""
 
 
-_KINDS: dict[int, _Kind] = {}
-"""By the address of an operation, which PyTorch keeps: its own hash takes longer than all the rest."""
+_KINDS: dict[int, tuple[Any, _Kind]] = {}
+"""Operations, and what they do, by their addresses: an operation's own hash takes longer than all the rest."""
 
 
 def _kind(func: Any) -> _Kind:
     found = _KINDS.get(id(func))
     if found is None:
         schema, name = func._schema, func._overloadpacket.__name__
-        found = _KINDS[id(func)] = _Kind(
+        kind = _Kind(
             name,
             copies=name == "copy_",
             only_views=bool(schema.returns) and all(r.alias_info and not r.alias_info.is_write for r in schema.returns),
             leaves_unwritten=name in {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided"},
             writes=tuple((i, a.name) for i, a in enumerate(schema.arguments) if a.alias_info and a.alias_info.is_write),
         )
-    return found
+        found = _KINDS[id(func)] = func, kind
+    return found[1]
 
 
 def _tensors(values: Iterable[Any]) -> list[Tensor]:
