@@ -74,7 +74,7 @@ def test_times_of_a_shape_are_called_modelled(measured, pair):
     page = benchmark_report.page(measured).split("## c\n")[1]
     plain, three = (line for line in page.splitlines() if line.startswith("| 256 |"))
     assert ", modelled |" in three and "modelled" not in plain
-    assert "Random weights, synthetic keys and values" in page and "assumed, 0.9" in page
+    assert "with random weights, and zeros for keys and values" in page and "an assumed acceptance rate: 0.9" in page
 
 
 @pytest.mark.slow
