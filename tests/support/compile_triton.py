@@ -306,9 +306,7 @@ def tabulate(variants: list[tuple[str, Variant]], capabilities: list[int], *, so
 
     Args: `some`: few variants, each for one architecture (see `few_of`); else all for all.
     """
-    chosen = {(place, capability) for place in range(len(variants)) for capability in capabilities}
-    if some:
-        chosen = few_of(variants, capabilities)
+    chosen = few_of(variants, capabilities) if some else {*itertools.product(range(len(variants)), capabilities)}
     rows: dict[tuple[str, str], dict[int, list[tuple[Usage, float]]]] = {}
     for place, (name, variant) in enumerate(variants):
         wanted = [capability for capability in capabilities if (place, capability) in chosen]

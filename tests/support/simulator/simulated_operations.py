@@ -12,7 +12,11 @@ from unittest.mock import patch
 import torch
 from cuda_simulator import HOST, Race, Simulator
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _disable_current_modes,
+    _get_current_dispatch_mode_stack,
+)
 
 _SORTING = 32
 """Bytes for each float32 number that CUDA takes beside the result to sort several rows together: pairs of row and
@@ -61,7 +65,7 @@ class HostReads:
             stream.synchronize()
             if name != "cpu":
                 return method(tensor, *args, **kwargs)
-            with simulator_off(simulator):
+            with simulator_off():
                 copy = tensor.clone()
             simulator.put(simulator.memory(copy), True)
             return copy
@@ -78,7 +82,7 @@ class HostReads:
             if not is_dtype or not self._is_seen() or not simulator.memory(tensor).host:
                 return method(tensor, *args, **kwargs)
             simulator.access(tensor, HOST, simulator.tick_host(), False, "to")
-            with simulator_off(simulator):
+            with simulator_off():
                 result = method(tensor, args[0])
             simulator.put(simulator.memory(result), True)
             return result
@@ -87,10 +91,8 @@ class HostReads:
 
 
 @contextmanager
-def simulator_off(simulator: Simulator) -> Iterator[None]:
-    """Operations within are none of the simulation."""
-    from torch.utils._python_dispatch import _disable_current_modes
-
+def simulator_off() -> Iterator[None]:
+    """Operations within are not simulated."""
     with _disable_current_modes():
         yield
 
@@ -191,11 +193,11 @@ class Operations(TorchDispatchMode):
 
         def begin() -> None:
             if target.is_floating_point() or target.dtype == torch.uint8:
-                with simulator_off(self._simulator), torch.inference_mode():
+                with simulator_off(), torch.inference_mode():
                     target.fill_(float("nan") if target.is_floating_point() else 255)  # which is no slot
 
         def copy() -> None:
-            with simulator_off(self._simulator), torch.inference_mode():
+            with simulator_off(), torch.inference_mode():
                 func(target, source)
 
         stream.ask(begin)

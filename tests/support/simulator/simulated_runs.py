@@ -350,7 +350,7 @@ class _History:
 
     @contextmanager
     def outside(self) -> Iterator[None]:
-        with simulator_off(self.simulator), torch.inference_mode():
+        with simulator_off(), torch.inference_mode():
             yield
 
 

@@ -86,7 +86,7 @@ def staged(simulator: Simulator, chance: random.Random, host: Host) -> Host:
     """`host` with threads that are a `Pool`, and memory that the simulator knows to be the host's."""
 
     def on_host(shape: Any, dtype: torch.dtype) -> torch.Tensor:
-        with simulator_off(simulator), torch.inference_mode():
+        with simulator_off(), torch.inference_mode():
             memory = host.memory(shape, dtype)
         if memory.numel():
             simulator.put(simulator.memory(memory), True)
@@ -115,12 +115,12 @@ class SeenFile(BlockFile):
 
     def _whole(self, move: Callable[..., int], memory: torch.Tensor, start: int, what: str) -> None:
         simulator = self._simulator
-        with simulator_off(simulator), torch.inference_mode():
+        with simulator_off(), torch.inference_mode():
             through = aligned_memory(memory.shape, torch.uint8)
         simulator.put(simulator.memory(through), True)
         if what == "writing":
             through.copy_(memory)
-        with simulator_off(simulator), torch.inference_mode():
+        with simulator_off(), torch.inference_mode():
             super()._whole(move, through, start, what)
         if what == "reading":
             memory.copy_(through)
