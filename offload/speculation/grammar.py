@@ -41,6 +41,10 @@ KEPT_BYTES = 2**17
 """The maximum total size of the sources whose compiled forms are kept, as counted by `_counted_bytes`. Those used last
 are kept. Compiled forms take up to 300 times as many bytes."""
 
+_KEPT_MASKS = 64
+"""A compiled form is kept for later answers until so many masks were made with it: the states of its lexer grow with
+each mask, by up to 64 KiB (AMD EPYC, Zen 4, 5,440 words), and belong to all answers in this form."""
+
 _SHORT_BYTES = 2**12
 """The minimum number of bytes that a source counts as."""
 
@@ -52,6 +56,12 @@ _LEXER_STATES, _STEP_FUEL = 2**16, 50_000
 llguidance's own limits, four times as high, one answer took 600 MiB, and 0.3 s for a token. With these, it takes at
 most 40 MiB and 30 ms (300 terminals, each of which may begin anywhere; Intel Xeon, 2026-11-27). A text of limited
 length has a state for each letter."""
+
+_TOO_MANY_STATES = "too many states"
+"""What llguidance's message says if the limit on lexer states is reached."""
+
+_TOGETHER = 32
+"""The maximum number of tokens that follow one another without a mask. llguidance limits the work between two masks."""
 
 _STACK_BYTES = 2**28
 """The stack size of the thread that compiles. llguidance follows references by recursion, about 5 KiB each."""
@@ -209,6 +219,15 @@ def in_a_line(message: str) -> str:
     return " ".join(message.replace("<non-verbose/>", "").split())[:500]
 
 
+@dataclass(eq=False)
+class _Form:
+    """A compiled grammar. llguidance's copies of a matcher share their lexer, and its limit on states."""
+
+    matcher: LLMatcher
+    masks: int = 0
+    """The number of masks that were made with the matcher and its copies."""
+
+
 class Grammars:
     """Compiles grammars for one model's tokens, and makes the matchers of its sequences."""
 
@@ -216,7 +235,7 @@ class Grammars:
         """Args: `directory` has the model's tokenizer, which is read when it is first needed."""
         self._directory, self._config = directory, config
         self._lock = threading.Lock()
-        self._compiled: OrderedDict[tuple[Kind, str], LLMatcher] = OrderedDict()  # in the order of their last use
+        self._compiled: OrderedDict[tuple[Kind, str], _Form] = OrderedDict()  # in the order of their last use
         self._compiling: threading.Event | None = None
 
     @cached_property
@@ -248,8 +267,7 @@ class Grammars:
             raise GrammarError(
                 f"{self._config.name} has no end-of-sequence token, so an answer in a form could not end"
             )
-        found = self._of(grammar).deep_copy()
-        return Matcher(found, grammar.reasoning, self._config, start)
+        return Matcher(self, grammar, self._of(grammar), self._config, start)
 
     def prepare(self, grammar: Grammar) -> None:
         """Compiles a grammar, so that its first answer does not wait for it. May be called from any thread.
@@ -282,12 +300,27 @@ class Grammars:
         threading.Thread(target=compile_it, name="grammar beside", daemon=True).start()
         return done
 
-    def _of(self, grammar: Grammar) -> LLMatcher:
+    def drop(self, grammar: Grammar, form: _Form) -> None:
+        """Keeps a compiled form no longer for later answers."""
+        key = grammar.kind, grammar.source
+        with self._lock:
+            if self._compiled.get(key) is form:
+                del self._compiled[key]
+
+    def compile(self, grammar: Grammar) -> _Form:
+        """Compiles a grammar for one answer alone.
+
+        Raises:
+            GrammarError: see `matcher`.
+        """
+        return _Form(self._compile(grammar.kind, grammar.source))
+
+    def _of(self, grammar: Grammar) -> _Form:
         """The compiled form of a grammar, compiled here if it is not kept."""
         key = grammar.kind, grammar.source
         with self._lock:
             found = self._compiled.get(key)
-        found = found or self._compile(*key)
+        found = found or self.compile(grammar)
         with self._lock:
             self._compiled[key] = found
             self._compiled.move_to_end(key)
@@ -324,8 +357,10 @@ def _counted_bytes(key: tuple[Kind, str]) -> int:
 class Matcher:
     """Follows one answer, and says which tokens may come next."""
 
-    def __init__(self, matcher: LLMatcher, reasoning: Reasoning | None, config: ModelConfig, start: int) -> None:
-        self._matcher, self._reasoning, self._start = matcher, reasoning, start
+    def __init__(self, grammars: Grammars, grammar: Grammar, form: _Form, config: ModelConfig, start: int) -> None:
+        self._grammars, self._grammar, self._form, self._start = grammars, grammar, form, start
+        self._matcher, self._reasoning = form.matcher.deep_copy(), grammar.reasoning
+        self._alone = False  # whether no other answer uses the form
         self._ends, self._vocab = frozenset(config.eos_token_ids), config.vocab_size
         self._consumed: list[int] = []  # tokens of the form, without an end-of-sequence token
 
@@ -339,15 +374,16 @@ class Matcher:
             ValueError: the grammar has become too complex, or nothing can follow; the message has the reason.
         """
         answer, found = [*context[self._start :]], np.ones((len(proposed) + 1, self._vocab), bool)
+        follows = decides  # whether the answer so far is known to follow the grammar
         for i in range(len(proposed) + 1):
             begin = self._begin(answer)
             if begin is None:
                 found[i, list(self._ends)] = False
-            elif self._go_to(answer[begin:]):
-                found[i] = self._mask()
+            elif (mask := self._mask_after(answer[begin:], follows)) is not None:
+                found[i], follows = mask, True
                 if not answer and self._reasoning:
                     found[i, self._reasoning.opens] = True
-            elif decides and i == 0:
+            elif follows:
                 raise ValueError("the answer so far does not follow the grammar")
             if i < len(proposed):
                 token = proposed[i]
@@ -374,6 +410,28 @@ class Matcher:
             return 0
         return answer.index(reasoning.closes) + 1 if reasoning.closes in answer else None
 
+    def _mask_after(self, tokens: Sequence[int], follows: bool) -> np.ndarray | None:
+        """Which tokens may follow `tokens`, as bool `[vocab]`; `None` if these are not all allowed. If answers in the
+        same form have used up the states of its lexer, this answer goes on with a compiled form of its own.
+
+        Args: `follows`: whether it is known that the tokens are allowed.
+
+        Raises:
+            ValueError: the grammar has become too complex, or nothing can follow.
+        """
+        try:
+            found = self._mask() if self._go_to(tokens) else None
+            if found is not None or not follows or self._alone:
+                return found
+        except ValueError as error:
+            if self._alone or _TOO_MANY_STATES not in str(error):
+                raise
+        self._form, self._alone, self._consumed = self._grammars.compile(self._grammar), True, []
+        self._matcher = self._form.matcher
+        for stop in (*range(_TOGETHER, len(tokens), _TOGETHER), len(tokens)):
+            found = self._mask() if self._go_to(tokens[:stop]) else None
+        return found
+
     def _go_to(self, tokens: Sequence[int]) -> bool:
         """Brings the matcher to the state after these tokens. Returns whether all of them are allowed. If not, the
         matcher does not consume the new ones: a forbidden token would end it."""
@@ -393,6 +451,9 @@ class Matcher:
         return possible
 
     def _mask(self) -> np.ndarray:
+        self._form.masks += 1
+        if self._form.masks >= _KEPT_MASKS:
+            self._grammars.drop(self._grammar, self._form)
         words = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
         if self._matcher.is_error():
             raise ValueError(self._matcher.get_error())

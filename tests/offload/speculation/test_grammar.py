@@ -7,6 +7,7 @@ import random
 import re
 import threading
 from functools import partial
+from pathlib import Path
 from typing import Any, cast
 
 import jsonschema
@@ -26,6 +27,7 @@ from triforce.offload.speculation.distribution import distribution
 from triforce.offload.speculation.grammar import KEPT_BYTES, Grammars, Reasoning
 from triforce.tp import UsageError
 from triforce.tp.model.config import ModelConfig
+from triforce.tp.weights.registry import PRESETS
 
 GREEDY = Sampling(0.0)
 END = 1
@@ -323,6 +325,30 @@ def test_compiled_grammars_are_kept_by_the_bytes_of_their_sources(texts):
     for number in range(60):
         grammars.prepare(Grammar("regex", f"a{{{number}}}b"))
     assert len(grammars._compiled) == 32
+
+
+@pytest.mark.parametrize("at_once", [False, True], ids=["one after another", "at once"])
+def test_an_answer_uses_up_no_limit_of_another_in_the_same_form(at_once):
+    """The states of the lexer, of which a text of limited length has many: three such answers have more than one may
+    have, with a vocabulary of some thousand words. And what they take is not kept."""
+    directory = Path(PRESETS["embedded"].target)
+    grammars, grammar = Grammars(directory, ModelConfig.load(directory)), Grammar("regex", "([a-z ,.])*a[a-z ,.]{450}")
+
+    def write(matcher, seed):
+        text, chance = [], random.Random(seed)
+        for _ in range(200):
+            (now,) = matcher.allowed(text, [])
+            text.append(chance.choice(now.nonzero()[0].tolist()))
+            yield
+        assert len(text) == 200
+
+    answers = (write(grammars.matcher(grammar, 0), seed) for seed in range(4))
+    if at_once:
+        assert all(map(len, zip(*list(answers), strict=True)))
+    else:
+        for answer in answers:
+            assert len(list(answer)) == 200
+    assert not grammars._compiled
 
 
 def test_a_grammar_is_compiled_beside_who_asks_and_one_at_a_time(texts, monkeypatch):

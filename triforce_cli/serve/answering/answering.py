@@ -230,6 +230,7 @@ class Answering:
                 return None
             contexts = ContextRequest(save=work.name, frame=work.frame, required=True, origin="client")
             return Task(Prompt(work.token_ids), contexts, owner=work, writes=False)
+        work.compiled = None  # the grammar may be dropped before the next answer begins
         task = request_task(work.request, work.prompts, work.begun - 1, work, self._saved_as(work))
         return task.prepare(self._tokenizer, self._engine.target.config.eos_token_ids)
 
