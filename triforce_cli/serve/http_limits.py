@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Self
+
+_BYTES_A_POSITION = 64
+"""Maximum bytes of a body for each position of the model. A letter takes at most 12 bytes, with escapes, and most
+tokens have several letters."""
+
+_LEAST_BODY_BYTES = 2**22
+"""Every model accepts bodies of this number of bytes: not all of a body is text for the model."""
 
 
 @dataclass(frozen=True)
@@ -18,10 +26,11 @@ class ServerLimits:
     send_buffer_bytes: int = 2**18
     """Bytes that the system may buffer for a connection, on the way to its client."""
     body_bytes: int = 2**25
-    """Maximum bytes of a request's body. The text of a million tokens has a fifth of that."""
+    """Maximum bytes of a request's body, for any model; see `of_model`. The text of a million tokens has a fifth of
+    that."""
     held_bytes: int = 2**29
-    """Maximum bytes of the bodies of all requests together, until their prompts are made. Answers that are not streamed
-    count too, but are not refused."""
+    """Maximum bytes of the bodies of all requests together, in memory and in files, until their prompts are made.
+    Answers that are not streamed count too, but are not refused."""
     client_held_bytes: int = 2**27
     """Maximum bytes of the bodies of one client's requests, and of its answers that are not streamed."""
     body_s: float = 30.0
@@ -31,7 +40,8 @@ class ServerLimits:
     parts: int = 2**18
     """Maximum number of objects, lists and names of fields in a body."""
     long_bytes: int = 2**18
-    """Above this number of bytes, a body is long. Its prompt is made in another thread than those of short bodies."""
+    """Above this number of bytes, a body is long. It waits in a temporary file. Its prompt is made in another thread
+    than those of short bodies."""
     render_s: float = 5.0
     """Maximum seconds that the chat template may take for one prompt."""
     verifications: int = 16
@@ -46,3 +56,8 @@ class ServerLimits:
     first_event_s: float = 1.0
     """Seconds that a stream waits for its first event before it begins. An error within this time is answered with its
     own status."""
+
+    def of_model(self, positions: int) -> Self:
+        """These limits for a model with this number of positions: a longer body could not be a prompt for it."""
+        most = max(_LEAST_BODY_BYTES, _BYTES_A_POSITION * positions)
+        return replace(self, body_bytes=min(self.body_bytes, most))

@@ -9,6 +9,7 @@ import resource
 import selectors
 import socket
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Collection
@@ -161,7 +162,7 @@ class Server:
         config = check_pair(*directories, options.settings.rope_scaling)
         if options.context is not None:
             saved_text(options.context, config)
-        metrics, limits = Metrics(), limits or ServerLimits()
+        metrics, limits = Metrics(), (limits or ServerLimits()).of_model(config.max_position_embeddings)
         self.worker = Worker(options, directories[0], metrics, note)
         self.service = Service(options, directories[0], config, self.worker, limits)
         self.app = make_app(self.service, access, metrics, note)
@@ -190,6 +191,8 @@ class Server:
     def start(self, *, load: bool = True) -> None:
         """Starts to listen and, if `load`, to load the model."""
         sys.setswitchinterval(_SWITCH_S)
+        with suppress(OSError):  # looked for now: on a disk that is full later, none would be found
+            tempfile.gettempdir()
         threading.Thread(target=self._give_memory_back, name="memory", daemon=True).start()
         self._http.start()
         if load:

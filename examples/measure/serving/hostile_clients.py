@@ -23,8 +23,8 @@ from .load import CONTEXTS, PROMPTS, Reply, ask_from, connected, http_request, r
 PATIENCE_S = 300.0
 """After so long without its whole answer a request counts as unanswered."""
 
-_BODY_BYTES = 2**25
-"""The longest body that a server takes."""
+_BODY_BYTES = 2**23
+"""The longest body that a server with the embedded pair takes."""
 
 _TEXT_BYTES = _BODY_BYTES - 512
 """A text of an upload whose body is just allowed."""

@@ -294,10 +294,10 @@ def test_a_full_disk_fails_an_upload_and_nothing_else(process, lasting, full_dis
 
 
 @pytest.mark.slow
-def test_an_upload_that_finds_no_temporary_space_is_told(process, lasting, full_disk):
+def test_a_long_body_that_finds_no_temporary_space_is_told(process, lasting, full_disk):
     server = process(models=lasting, before=lambda: setattr(tempfile, "tempdir", str(full_disk)))
-    reply = server.upload("book", TEXT * 1000)
-    assert (reply.status, reply.json["error"]["code"]) == (507, "disk_full")
+    for reply in (server.upload("book", TEXT * 1000), server.complete(TEXT * 1000)):
+        assert (reply.status, reply.json["error"]["code"]) == (507, "disk_full")
     check_goes_on(server, text(server.complete()))
 
 

@@ -60,7 +60,7 @@ def test_uploads_at_once_begin_no_threads(serving):
     with serving() as server:
         server.complete()
         threads = held_by(server, "task")
-        text = "a" * 2**22  # more than is kept in memory on its way
+        text = "a" * 2**21  # more than is kept in memory on its way
         replies = server.at_once(*(lambda name=f"text-{number}": server.upload(name, text) for number in range(12)))
         assert {reply.status for reply in replies} == {400} and b"positions" in replies[0].body
         assert held_by(server, "task") <= threads

@@ -36,8 +36,10 @@ def test_bodies_are_bounded_each_and_together(pair):
         assert [server.complete(user="x" * 1500).status for _ in range(3)] == [200] * 3, "what is answered is not held"
 
 
-def test_the_most_that_a_body_may_have_holds_a_million_tokens():
-    assert 4 * 2**20 < ServerLimits().body_bytes < 2**27
+def test_the_most_that_a_body_may_have_holds_as_many_tokens_as_the_model():
+    for positions, most in ((2048, 2**22), (2**17, 2**23), (2**18, 2**24), (2**20, 2**25), (2**30, 2**25)):
+        assert ServerLimits().of_model(positions).body_bytes == most
+    assert ServerLimits(body_bytes=4000).of_model(2**20).body_bytes == 4000
 
 
 def test_a_fault_here_is_answered_without_its_text(pair, monkeypatch):

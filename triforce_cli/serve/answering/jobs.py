@@ -220,7 +220,7 @@ def as_body_error(error: BaseException) -> BodyError:
         return BodyError(str(error), code="grammar_not_usable")
     if isinstance(error, TriforceError):
         return BodyError(str(error), code="not_answered", status=500)
-    if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         return BodyError("the server has no space left on its disk", code="disk_full", status=507)
     return BodyError(f"the server failed ({type(error).__name__})", code="internal_error", status=500)
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from contextlib import asynccontextmanager
 from pathlib import PurePath
+from tempfile import SpooledTemporaryFile
 from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
@@ -60,7 +62,7 @@ def make_app(service: Service, access: Access, metrics: Metrics, log: Callable[[
     async def known(request: Request, error: Exception) -> Response:
         if isinstance(error, HTTPException):
             error = BodyError(str(error.detail).lower(), code="invalid_request", status=error.status_code)
-        return error_response(as_body_error(error), service.hidden, request.scope["path"])
+        return await error_response(as_body_error(error), service.hidden, request.scope)
 
     async def nobody_waits(*_: object) -> Response:
         return Response(status_code=GONE)  # for the log
@@ -108,10 +110,10 @@ class Routes:
     async def answer(self, request: Request) -> Response:
         """An answer, streamed or whole."""
         service = self._service
-        # Nothing keeps the body once its prompt is made.
         body = _body_of(request)
-        asking = service.ask(await _read(request), request.url.path, body.client)
-        job, events, delivery = await self._until_gone(request, None, asking)
+        async with self._received(request) as sent:
+            asking = service.ask(sent, request.url.path, body.client)
+            job, events, delivery = await self._until_gone(request, None, asking)
         body.release()
         noted = request.scope["triforce"]
         noted |= {"prompt_tokens": sum(len(one.token_ids) for one in job.prompts), "answers": job.request.answers}
@@ -141,8 +143,9 @@ class Routes:
     async def count_tokens(self, request: Request) -> Response:
         """Counts the tokens of a message's prompt."""
         body = _body_of(request)
-        counting = self._service.count_tokens(await _read(request), request.url.path, body.client)
-        tokens = await self._until_gone(request, None, counting)
+        async with self._received(request) as sent:
+            counting = self._service.count_tokens(sent, request.url.path, body.client)
+            tokens = await self._until_gone(request, None, counting)
         request.scope["triforce"]["prompt_tokens"] = tokens
         return JSONResponse({"input_tokens": tokens})
 
@@ -155,7 +158,7 @@ class Routes:
 
     async def add_context(self, request: Request) -> Response:
         """Reads a text and saves it."""
-        service = self._service
+        service, body = self._service, _body_of(request)
         async with request.form(max_files=1, max_fields=2, max_part_size=1024) as form:
             others = [field for field in form if field not in ("name", "file", "return_progress")]
             if others:
@@ -165,10 +168,9 @@ class Routes:
                 raise BodyError("give the fields name (a text) and file (a file) as multipart/form-data", "file")
             if wanted not in ("true", "false"):
                 raise BodyError("return_progress must be true or false", "return_progress")
-            raw = await file.read()
-        body = _body_of(request)
-        upload, events = await self._until_gone(request, None, service.upload(name, raw, body.client))
-        del raw, file
+            uploading = service.upload(name, file, body.client)
+            upload, events = await self._until_gone(request, None, uploading)
+        del file
         body.release()
         await self._until_gone(request, upload, service.begin(upload, events))
         request.scope["triforce"]["prompt_tokens"] = len(upload.token_ids)
@@ -205,6 +207,16 @@ class Routes:
         if not known:
             raise BodyError("there is no context of this name", "name", code="context_not_found", status=404)
         return JSONResponse({"name": name, "deleted": True})
+
+    @asynccontextmanager
+    async def _received(self, request: Request) -> AsyncIterator[UploadFile]:
+        """The whole body of a request: in memory, or in a file if it is long. So of the long bodies, only the one whose
+        prompt is being made is in memory. In contrast to `Request.body`, it is not kept."""
+        with SpooledTemporaryFile(self._service.limits.long_bytes) as file:
+            sent = UploadFile(file, size=0)
+            async for piece in request.stream():
+                await sent.write(piece)
+            yield sent
 
     def _error(self, error: BodyError) -> dict[str, Any]:
         return public_error(error, self._service.hidden, _CONTEXTS)
@@ -275,11 +287,6 @@ class _WorkStream(StreamingResponse):
 def _body_of(request: Request) -> Body:
     """The `Body` of a request, which the gate has set."""
     return request.scope["triforce_body"]
-
-
-async def _read(request: Request) -> bytes:
-    """Reads the whole body. In contrast to `Request.body`, it is not kept."""
-    return b"".join([piece async for piece in request.stream()])
 
 
 async def _disconnected(request: Request) -> None:

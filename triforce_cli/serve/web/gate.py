@@ -9,7 +9,7 @@ import re
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
-from functools import partial
+from contextlib import suppress
 from pathlib import PurePosixPath
 from typing import Any
 
@@ -28,6 +28,11 @@ from .connection import owner
 
 _UNFINISHED = ("body_too_long", "body_too_slow", "too_much_held", "disk_full")
 """Codes of errors after which the rest of a body may still arrive. Nobody reads it, so the connection is closed."""
+
+_DRAIN_S, _DRAIN_PAUSE_S = 5.0, 0.25
+"""Maximum seconds for which the rest of such a body is read and dropped, in total and between two pieces of it. Most
+clients send their whole body before they read. If the connection were closed before, they would never see the
+error."""
 
 _RETRY_AFTER_S = {"queue_full": 5, "too_much_held": 5, "loading": 5, "stopping": 30}
 """The number of seconds after which a client should try again, by the code of the error."""
@@ -81,26 +86,26 @@ class Body:
     """The memory of one request: its body while it arrives, and until its prompt is made. Then its answer, if that is
     not streamed, until all except the last piece of it was read."""
 
-    def __init__(self, held: Held, client: str, limits: ServerLimits) -> None:
+    def __init__(self, receive: Receive, held: Held, client: str, limits: ServerLimits) -> None:
         self.client = client
         """The client of the request, see `Access.client`."""
-        self._held, self._limits = held, limits
+        self._receive, self._held, self._limits = receive, held, limits
         self._began = time.monotonic()
         self._come = self._counted = 0  # bytes
         self._is_whole = False
 
-    async def receive(self, receive: Receive) -> Message:
+    async def receive(self) -> Message:
         """The next message of the request.
 
         Raises:
             BodyError: the body is too long or arrives too slowly, or too much is held.
         """
         if self._is_whole:  # what follows is that the client goes away
-            return await receive()
+            return await self._receive()
         ends = self._began + self._limits.body_s + self._come / self._limits.body_rate
         try:
             async with asyncio.timeout(ends - time.monotonic()):
-                message = await receive()
+                message = await self._receive()
         except TimeoutError:
             raise BodyError(
                 f"the body has not arrived within {self._limits.body_s:g} s and {self._limits.body_rate:,.0f} bytes a "
@@ -116,6 +121,19 @@ class Body:
         self._counted += num_bytes
         self._held.add(self.client, num_bytes)
         return message
+
+    async def drop_rest(self, headers: Headers) -> None:
+        """Reads and drops what still arrives of a body that is refused, and releases what came of it. Nothing arrives
+        from a client that waits to be asked for it (`Expect` in its headers)."""
+        self.release()
+        if "expect" in headers and not self._come:
+            return
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_DRAIN_S):
+                while not self._is_whole:
+                    async with asyncio.timeout(_DRAIN_PAUSE_S):
+                        message = await self._receive()
+                    self._is_whole = not message.get("more_body", False)
 
     def hold_answer(self, num_bytes: int) -> None:
         """Adds bytes of the answer.
@@ -165,7 +183,7 @@ class Gate:
         began, status, noted = time.perf_counter(), GONE, dict[str, Any]()
         client = scope.get("client")
         whose = self._access.client(Headers(scope=scope), client)
-        body = Body(self._held, whose, self._limits)
+        body = Body(receive, self._held, whose, self._limits)
         scope["triforce"], scope["triforce_body"] = noted, body
 
         async def noting_send(message: Message) -> None:
@@ -179,9 +197,10 @@ class Gate:
             await send({**message, "body": bytes(raw[last:])} if last else message)
 
         try:
-            error = await self._answer(scope, partial(body.receive, receive), noting_send)
+            error = await self._answer(scope, body.receive, noting_send)
             if error is not None and status == GONE:
-                await error_response(error, self._hidden, scope["path"])(scope, receive, noting_send)
+                response = await error_response(error, self._hidden, scope)
+                await response(scope, receive, noting_send)
         finally:
             body.release()
             route = self._routes(scope["path"])
@@ -214,16 +233,18 @@ class Gate:
         return None
 
 
-def error_response(error: BodyError, hidden: Mapping[str, str], path: str) -> JSONResponse:
-    """The response for an error, in the format of the endpoint at `path`."""
+async def error_response(error: BodyError, hidden: Mapping[str, str], scope: Scope) -> JSONResponse:
+    """The response for an error, in the format of the request's endpoint. It can be sent now: what may still arrive of
+    a refused body was dropped."""
     headers = dict(_HEADERS)
     if error.code in _RETRY_AFTER_S:
         headers["Retry-After"] = str(_RETRY_AFTER_S[error.code])
     if error.code in _UNFINISHED:
+        await scope["triforce_body"].drop_rest(Headers(scope=scope))
         headers["Connection"] = "close"
     if error.status == 401:
         headers["WWW-Authenticate"] = "Bearer"
-    return JSONResponse(public_error(error, hidden, path), error.status, headers)
+    return JSONResponse(public_error(error, hidden, scope["path"]), error.status, headers)
 
 
 def public_error(error: BodyError, hidden: Mapping[str, str], path: str) -> dict[str, Any]:

@@ -9,6 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+from starlette.datastructures import UploadFile
+
 from ....offload.checks import check_context
 from ....offload.contexts.home import user_store
 from ....tp.errors import CapacityError, TriforceError
@@ -32,7 +34,7 @@ from .preparing import Preparing
 
 T = TypeVar("T")
 
-_SLICE = 2**18
+_SLICE = 2**16
 """How many letters of a long text are encoded at a time, to find out whether the text is too long."""
 
 _MARGIN = 1.1
@@ -68,8 +70,8 @@ class Service:
     def queue(self) -> FairQueue[Job | Upload]:
         return self.worker.queue
 
-    async def ask(self, raw: bytes, endpoint: str, client: str) -> tuple[Job, Events, Delivery]:
-        """Puts a request for answers into the queue.
+    async def ask(self, sent: UploadFile, endpoint: str, client: str) -> tuple[Job, Events, Delivery]:
+        """Puts a request for answers into the queue. Its body `sent` must stay open meanwhile.
 
         Raises:
             BodyError: the request cannot be answered, or not now.
@@ -77,19 +79,19 @@ class Service:
         self._check_open(client)
 
         def prepare(tokenizer: Tokenizer) -> tuple[AnswerRequest, tuple[Prompt, ...], Delivery]:
-            request, delivery = self._checked(raw, endpoint)
+            request, delivery = self._checked(sent, endpoint)
             prompts = request_prompts(request, tokenizer, self._config)
             self._prepare_grammar(prompts[0], request.grammar_field)
             return _without_contents(request), prompts, delivery
 
-        request, prompts, delivery = await self._prepare(client, len(raw), prepare)
+        request, prompts, delivery = await self._prepare(client, sent, prepare)
         events = Events(self.limits.unread_bytes if delivery.stream else self.limits.whole_bytes)
         told = delivery.timings_per_token, delivery.return_progress
         job = Job(client, events.send, request, prompts, *told)
         self._put(job)
         return job, events, delivery
 
-    async def count_tokens(self, raw: bytes, endpoint: str, client: str) -> int:
+    async def count_tokens(self, sent: UploadFile, endpoint: str, client: str) -> int:
         """The number of tokens of the prompt of a request. The request is not put into the queue.
 
         Raises:
@@ -98,13 +100,13 @@ class Service:
         self._check_ready()
 
         def count(tokenizer: Tokenizer) -> int:
-            request, _ = self._checked(raw, endpoint)
+            request, _ = self._checked(sent, endpoint)
             return sum(len(one.token_ids) for one in request_prompts(request, tokenizer, self._config))
 
-        return await self._prepare(client, len(raw), count)
+        return await self._prepare(client, sent, count)
 
-    async def upload(self, name: str, raw: bytes, client: str) -> tuple[Upload, Events]:
-        """Prepares a text that is to be read and saved. `begin` starts this.
+    async def upload(self, name: str, sent: UploadFile, client: str) -> tuple[Upload, Events]:
+        """Prepares the text `sent`, which is to be read and saved, and must stay open meanwhile. `begin` starts this.
 
         Raises:
             BodyError: the text cannot be read and saved, or not now.
@@ -119,13 +121,13 @@ class Service:
                     "another name",
                     "name",
                 )
-            text = checked(decoded(raw, "file", lambda _: None), "file")
+            text = checked(decoded(_bytes_of(sent), "file", lambda _: None), "file")
             context = Context.read(text, name, tokenizer)
             check_context(self._config, len(context.token_ids), 1)
             return Upload(client, events.send, name, context.token_ids, context.frame)
 
         events = Events(self.limits.unread_bytes)
-        return await self._prepare(client, len(raw), prepare), events
+        return await self._prepare(client, sent, prepare), events
 
     async def begin(self, upload: Upload, events: Events) -> None:
         """Puts a text into the queue, unless it is saved under its name already. First, the part of it that is saved
@@ -187,7 +189,8 @@ class Service:
 
         def within(text: str) -> str:
             tokens = 0
-            for start in range(0, len(text) if len(text) > _SLICE else 0, _SLICE):
+            may_be_too_long = len(text) > _SLICE and len(text.encode(errors="replace")) > positions
+            for start in range(0, len(text) if may_be_too_long else 0, _SLICE):
                 tokens += len(tokenizer.encode(text[start : start + _SLICE], False))
                 if tokens > _MARGIN * positions:
                     raise CapacityError(
@@ -209,10 +212,9 @@ class Service:
             as_content=lambda text: tokenizer.as_content(within(text)),
         )
 
-    def _checked(self, raw: bytes, endpoint: str) -> tuple[AnswerRequest, Delivery]:
-        body = parsed(
-            raw, self.limits.parts, self.limits.parts + TIMES_POSITIONS * self._config.max_position_embeddings
-        )
+    def _checked(self, sent: UploadFile, endpoint: str) -> tuple[AnswerRequest, Delivery]:
+        most_values = self.limits.parts + TIMES_POSITIONS * self._config.max_position_embeddings
+        body = parsed(_bytes_of(sent), self.limits.parts, most_values)
         names, request = Delivery.model_fields, request_from_body
         if endpoint in ENDPOINTS:
             names, request = ("stream",), messages_request
@@ -230,10 +232,10 @@ class Service:
             with grammar_errors(field or "tools"):
                 engine.grammars.prepare(prompt.grammar)
 
-    async def _prepare(self, client: str, num_bytes: int, work: Callable[[Tokenizer], T]) -> T:
-        """Runs work that takes time, on a text of `num_bytes` bytes, in another thread than the event loop."""
+    async def _prepare(self, client: str, sent: UploadFile, work: Callable[[Tokenizer], T]) -> T:
+        """Runs work on what was sent in another thread than the event loop, because it takes time."""
         try:
-            return await self._preparing.run(client, num_bytes, work)
+            return await self._preparing.run(client, sent.size or 0, work)
         except CapacityError as error:
             raise BodyError(str(error), code="context_length_exceeded") from error
         except TriforceError as error:
@@ -270,6 +272,12 @@ def _without_contents(request: AnswerRequest) -> AnswerRequest:
     """A request whose prompts are made, without the contents that they were made from, because it may wait for long."""
     prompts = ("",) * len(request.prompts)
     return replace(request, messages=(), prompts=prompts, template_arguments={}, grammar=None, tools=(), calls=None)
+
+
+def _bytes_of(sent: UploadFile) -> bytes:
+    """All that was sent. Called in a thread that may wait for a disk."""
+    sent.file.seek(0)
+    return sent.file.read()
 
 
 def _texts(value: Any) -> Iterator[str]:
