@@ -9,6 +9,7 @@ import signal
 import sys
 import tempfile
 from collections import Counter, defaultdict
+from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
 
 import hypothesis
@@ -59,6 +60,9 @@ UNSET_PREFIXES = ("HF_", "HUGGINGFACE_", "HUGGING_FACE_", "TRANSFORMERS_", "TORC
 SAMPLE = 1 / 20
 """Of the slow tests, what `--sample` runs."""
 
+CAMPAIGN = 50
+"""How many times as many seeds `--campaign` draws."""
+
 EXTENT = pytest.StashKey[str]()
 LEFT_OUT = pytest.StashKey[Counter[str]]()
 
@@ -72,7 +76,7 @@ def pytest_addoption(parser):
         dest="extent",
         help="and some of the slow ones, drawn anew",
     )
-    group.addoption("--draw", type=int, metavar="NUMBER", help="which of them: what another run has said")
+    group.addoption("--draw", type=int, metavar="NUMBER", help="which of them, with which seeds: what another run said")
     group.addoption("--full", action="store_const", const="full", dest="extent", help="all tests, the slow ones too")
     group.addoption(
         "--campaign", action="store_const", const="campaign", dest="extent", help="all, with 50 times as many examples"
@@ -125,6 +129,19 @@ def pytest_sessionstart(session):
             # As under nohup. It still has no effect here, but processes that tests start do not inherit a handler as
             # they inherit SIG_IGN.
             signal.signal(number, lambda *_: None)
+
+
+def pytest_generate_tests(metafunc):
+    """`@pytest.mark.drawn("seed", 50)`: 50 seeds, which the fast tests always have alike and every other run draws
+    anew, as Hypothesis does with its examples."""
+    config = metafunc.config
+    for marker in metafunc.definition.iter_markers("drawn"):
+        name, count = marker.args
+        seeds: Sequence[int] = range(count)
+        if config.stash[EXTENT] != "fast":
+            chance = random.Random(f"{config.option.draw} {metafunc.definition.nodeid}")
+            seeds = chance.sample(range(10**9), count * (CAMPAIGN if config.stash[EXTENT] == "campaign" else 1))
+        metafunc.parametrize(name, seeds)
 
 
 @pytest.hookimpl(trylast=True)
@@ -219,6 +236,8 @@ def pytest_sessionfinish(session):
 
 def pytest_terminal_summary(terminalreporter, config):
     left_out = config.stash[LEFT_OUT]
+    if config.stash[EXTENT] in ("full", "campaign"):
+        terminalreporter.write_line(f"cases drawn anew: these again with --draw {config.option.draw}")
     if left_out:
         parts = ", ".join(f"{folder} {count}" for folder, count in sorted(left_out.items()))
         again = f"these again: --draw {config.option.draw}, " if config.stash[EXTENT] == "sample" else ""

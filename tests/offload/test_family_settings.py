@@ -146,7 +146,7 @@ class Case:
 by_families = pytest.mark.parametrize("families", [FAMILIES, HYBRIDS], ids=["others", "hybrids"])
 
 
-@pytest.mark.parametrize("seed", range(200))
+@pytest.mark.drawn("seed", 50)
 @pytest.mark.slow(keep=4)
 @by_families
 def test_text_of_random_settings_is_that_of_transformers(models, tmp_path, families, seed):
@@ -161,7 +161,7 @@ def play_on_ranks(cases: dict[int, Case], models: Models, store: Path) -> None:
         os.write(1, (json.dumps(report) + "\n").encode())  # one write, so that ranks do not mix their lines
 
 
-@pytest.mark.parametrize("first", range(1000, 1200, RANKS_TOGETHER))
+@pytest.mark.drawn("first", 5)
 @pytest.mark.slow
 @by_families
 def test_on_two_ranks_too(models, tmp_path, families, first):
