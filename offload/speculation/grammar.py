@@ -38,12 +38,13 @@ CHECKED = 32
 """The number of checked grammars that are remembered."""
 
 KEPT_BYTES = 2**17
-"""The maximum total size of the sources whose compiled forms are kept, as counted by `_counted_bytes`. Those used last
-are kept. Compiled forms take up to 300 times as many bytes."""
+"""The maximum total size of the sources whose compiled forms are kept, as counted by `_Form.counted_bytes`. Those used
+last are kept. Compiled forms take up to 300 times as many bytes."""
 
-_KEPT_MASKS = 64
-"""A compiled form is kept for later answers until so many masks were made with it: the states of its lexer grow with
-each mask, by up to 64 KiB (AMD EPYC, Zen 4, 5,440 words), and belong to all answers in this form."""
+_MASK_BYTES, _KEPT_MASKS = 768, 2048
+"""Each mask that was made with a compiled form adds so many bytes to the size that counts: the states of its lexer grow
+with each mask, by up to 200 KiB (a vocabulary of 5,440). They are shared by all answers in this form, so the form is
+only kept for later answers until so many masks were made with it."""
 
 _SHORT_BYTES = 2**12
 """The minimum number of bytes that a source counts as."""
@@ -57,11 +58,8 @@ llguidance's own limits, four times as high, one answer took 600 MiB, and 0.3 s 
 most 40 MiB and 30 ms (300 terminals, each of which may begin anywhere; Intel Xeon, 2026-11-27). A text of limited
 length has a state for each letter."""
 
-_TOO_MANY_STATES = "too many states"
-"""What llguidance's message says if the limit on lexer states is reached."""
-
-_TOGETHER = 32
-"""The maximum number of tokens that follow one another without a mask. llguidance limits the work between two masks."""
+_USED_UP = "too many"
+"""What llguidance's messages say if a limit of the lexer is reached: too many states, too many expressions."""
 
 _STACK_BYTES = 2**28
 """The stack size of the thread that compiles. llguidance follows references by recursion, about 5 KiB each."""
@@ -223,9 +221,20 @@ def in_a_line(message: str) -> str:
 class _Form:
     """A compiled grammar. llguidance's copies of a matcher share their lexer, and its limit on states."""
 
+    key: tuple[Kind, str]
+    """The kind and the source of the grammar."""
     matcher: LLMatcher
+    answers: int = 0
+    """The number of answers that follow or followed a copy of the matcher."""
     masks: int = 0
-    """The number of masks that were made with the matcher and its copies."""
+    """The number of masks that were made with copies of the matcher."""
+
+    @property
+    def counted_bytes(self) -> int:
+        """The bytes that the form counts against `KEPT_BYTES`."""
+        kind, source = self.key
+        dense = 1 if kind in ("json_schema", "tools") else _DENSE
+        return max(_SHORT_BYTES, len(source.encode(errors="replace")) * dense) + _MASK_BYTES * self.masks
 
 
 class Grammars:
@@ -300,20 +309,20 @@ class Grammars:
         threading.Thread(target=compile_it, name="grammar beside", daemon=True).start()
         return done
 
-    def drop(self, grammar: Grammar, form: _Form) -> None:
-        """Keeps a compiled form no longer for later answers."""
-        key = grammar.kind, grammar.source
+    def count_mask(self, form: _Form) -> None:
+        """Counts a mask that was made with a compiled form, and drops forms of which too much is kept."""
         with self._lock:
-            if self._compiled.get(key) is form:
-                del self._compiled[key]
+            form.masks += 1
+            self._drop_old()
 
     def compile(self, grammar: Grammar) -> _Form:
-        """Compiles a grammar for one answer alone.
+        """Compiles a grammar. The form is not kept for other answers.
 
         Raises:
             GrammarError: see `matcher`.
         """
-        return _Form(self._compile(grammar.kind, grammar.source))
+        key = grammar.kind, grammar.source
+        return _Form(key, self._compile(*key))
 
     def _of(self, grammar: Grammar) -> _Form:
         """The compiled form of a grammar, compiled here if it is not kept."""
@@ -324,9 +333,16 @@ class Grammars:
         with self._lock:
             self._compiled[key] = found
             self._compiled.move_to_end(key)
-            while len(self._compiled) > 1 and sum(map(_counted_bytes, self._compiled)) > KEPT_BYTES:
-                self._compiled.popitem(last=False)
+            self._drop_old()
         return found
+
+    def _drop_old(self) -> None:
+        """Drops forms that were used too much, and then the least recently used ones until the others are few enough.
+        The lock must be held."""
+        for key in [key for key, form in self._compiled.items() if form.masks >= _KEPT_MASKS]:
+            del self._compiled[key]
+        while len(self._compiled) > 1 and sum(form.counted_bytes for form in self._compiled.values()) > KEPT_BYTES:
+            self._compiled.popitem(last=False)
 
     def _compile(self, kind: Kind, source: str) -> LLMatcher:
         from llguidance import LLMatcher
@@ -348,20 +364,19 @@ class Grammars:
         return found
 
 
-def _counted_bytes(key: tuple[Kind, str]) -> int:
-    """The bytes that a source counts against `KEPT_BYTES`."""
-    kind, source = key
-    return max(_SHORT_BYTES, len(source.encode(errors="replace")) * (1 if kind in ("json_schema", "tools") else _DENSE))
-
-
 class Matcher:
     """Follows one answer, and says which tokens may come next."""
 
     def __init__(self, grammars: Grammars, grammar: Grammar, form: _Form, config: ModelConfig, start: int) -> None:
-        self._grammars, self._grammar, self._form, self._start = grammars, grammar, form, start
-        self._matcher, self._reasoning = form.matcher.deep_copy(), grammar.reasoning
-        self._alone = False  # whether no other answer uses the form
+        self._grammars, self._grammar, self._start = grammars, grammar, start
+        self._reasoning = grammar.reasoning
+        self._follow(form)
         self._ends, self._vocab = frozenset(config.eos_token_ids), config.vocab_size
+
+    def _follow(self, form: _Form) -> None:
+        """Begins to follow a copy of a compiled form."""
+        form.answers += 1
+        self._form, self._matcher = form, form.matcher.deep_copy()
         self._consumed: list[int] = []  # tokens of the form, without an end-of-sequence token
 
     def allowed(self, context: Sequence[int], proposed: Sequence[int], *, decides: bool = True) -> np.ndarray:
@@ -419,16 +434,19 @@ class Matcher:
         Raises:
             ValueError: the grammar has become too complex, or nothing can follow.
         """
+        alone = self._form.answers == 1
         try:
             found = self._mask() if self._go_to(tokens) else None
-            if found is not None or not follows or self._alone:
+            if found is not None or not follows or alone:
                 return found
         except ValueError as error:
-            if self._alone or _TOO_MANY_STATES not in str(error):
+            if alone or _USED_UP not in str(error):
                 raise
-        self._form, self._alone, self._consumed = self._grammars.compile(self._grammar), True, []
-        self._matcher = self._form.matcher
-        for stop in (*range(_TOGETHER, len(tokens), _TOGETHER), len(tokens)):
+        self._follow(self._grammars.compile(self._grammar))
+        found = self._mask()
+        for stop in range(
+            1, len(tokens) + 1
+        ):  # each with a mask, as at first: llguidance limits the work between masks
             found = self._mask() if self._go_to(tokens[:stop]) else None
         return found
 
@@ -451,9 +469,7 @@ class Matcher:
         return possible
 
     def _mask(self) -> np.ndarray:
-        self._form.masks += 1
-        if self._form.masks >= _KEPT_MASKS:
-            self._grammars.drop(self._grammar, self._form)
+        self._grammars.count_mask(self._form)
         words = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
         if self._matcher.is_error():
             raise ValueError(self._matcher.get_error())

@@ -58,6 +58,6 @@ class ServerLimits:
     own status."""
 
     def of_model(self, positions: int) -> Self:
-        """These limits for a model with this number of positions: a longer body could not be a prompt for it."""
+        """These limits for a model with this number of positions: a longer body could hardly be a prompt for it."""
         most = max(_LEAST_BODY_BYTES, _BYTES_A_POSITION * positions)
         return replace(self, body_bytes=min(self.body_bytes, most))

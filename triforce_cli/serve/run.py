@@ -162,6 +162,7 @@ class Server:
         config = check_pair(*directories, options.settings.rope_scaling)
         if options.context is not None:
             saved_text(options.context, config)
+        self._note = note
         metrics, limits = Metrics(), (limits or ServerLimits()).of_model(config.max_position_embeddings)
         self.worker = Worker(options, directories[0], metrics, note)
         self.service = Service(options, directories[0], config, self.worker, limits)
@@ -191,8 +192,10 @@ class Server:
     def start(self, *, load: bool = True) -> None:
         """Starts to listen and, if `load`, to load the model."""
         sys.setswitchinterval(_SWITCH_S)
-        with suppress(OSError):  # looked for now: on a disk that is full later, none would be found
-            tempfile.gettempdir()
+        try:
+            tempfile.gettempdir()  # looked for now: on a disk that is full later, none would be found
+        except FileNotFoundError:
+            self._note("warning: no temporary directory can be written to, so long bodies will fail; set TMPDIR")
         threading.Thread(target=self._give_memory_back, name="memory", daemon=True).start()
         self._http.start()
         if load:

@@ -327,28 +327,52 @@ def test_compiled_grammars_are_kept_by_the_bytes_of_their_sources(texts):
     assert len(grammars._compiled) == 32
 
 
-@pytest.mark.parametrize("at_once", [False, True], ids=["one after another", "at once"])
-def test_an_answer_uses_up_no_limit_of_another_in_the_same_form(at_once):
-    """The states of the lexer, of which a text of limited length has many: three such answers have more than one may
-    have, with a vocabulary of some thousand words. And what they take is not kept."""
-    directory = Path(PRESETS["embedded"].target)
-    grammars, grammar = Grammars(directory, ModelConfig.load(directory)), Grammar("regex", "([a-z ,.])*a[a-z ,.]{450}")
+LIMITED = "([a-z ,.])*a[a-z ,.]{450}"
+"""What needs many states of the lexer."""
 
-    def write(matcher, seed):
-        text, chance = [], random.Random(seed)
-        for _ in range(200):
+WITH_OTHERS = {"a": {"type": "string", "pattern": f"^{LIMITED}$"}} | {f"p{at}": {"type": "string"} for at in range(100)}
+
+
+@pytest.mark.parametrize(
+    ("kind", "source"),
+    [("regex", LIMITED), ("json_schema", json.dumps({"type": "object", "properties": WITH_OTHERS, "required": ["a"]}))],
+)
+def test_an_answer_uses_up_no_limit_of_another_in_the_same_form(kind, source):
+    """The states of the lexer: three such answers have more than one may have, with a vocabulary of some thousand
+    words."""
+    directory = Path(PRESETS["embedded"].target)
+    config, grammar = ModelConfig.load(directory), Grammar(kind, source)
+    grammars, other = Grammars(directory, config), Grammars(directory, config)
+    matchers = [grammars.matcher(grammar, 0) for _ in range(4)]
+    forms, texts, chance = {id(one._form) for one in matchers}, [[] for _ in matchers], random.Random(5)
+    assert len(forms) == 1
+    for _ in range(200):
+        for matcher, text in zip(matchers, texts, strict=True):
             (now,) = matcher.allowed(text, [])
             text.append(chance.choice(now.nonzero()[0].tolist()))
-            yield
-        assert len(text) == 200
+    assert len({id(one._form) for one in matchers} - forms) == 4, "each has one of its own by now"
+    for matcher, text in zip(matchers, texts, strict=True):
+        for stop in (200, 120, 3):
+            alone = other.matcher(grammar, 0)
+            for part in range(stop):
+                (want,) = alone.allowed(text[:part], [])
+            assert (matcher.allowed(text[: stop - 1], [])[0] == want).all()
 
-    answers = (write(grammars.matcher(grammar, 0), seed) for seed in range(4))
-    if at_once:
-        assert all(map(len, zip(*list(answers), strict=True)))
-    else:
-        for answer in answers:
-            assert len(list(answer)) == 200
-    assert not grammars._compiled
+
+def test_a_form_that_was_used_much_is_not_kept(texts):
+    root = texts[0]
+    grammars = Grammars(root / "target", ModelConfig.load(root / "target"))
+    some = [Grammar("regex", f"[{letter}b]*") for letter in "acde"]
+    matchers = [grammars.matcher(grammar, 0) for grammar in some]
+    for _ in range(100):
+        matchers[0].allowed([], [])
+    assert len(grammars._compiled) == 4
+    for _ in range(100):
+        matchers[1].allowed([], [])
+    assert [source for _, source in grammars._compiled] == [one.source for one in some[1:]], "the oldest has gone"
+    for _ in range(1900):
+        matchers[1].allowed([], [])
+    assert not any(source == some[1].source for _, source in grammars._compiled)
 
 
 def test_a_grammar_is_compiled_beside_who_asks_and_one_at_a_time(texts, monkeypatch):

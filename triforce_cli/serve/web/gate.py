@@ -29,7 +29,7 @@ from .connection import owner
 _UNFINISHED = ("body_too_long", "body_too_slow", "too_much_held", "disk_full")
 """Codes of errors after which the rest of a body may still arrive. Nobody reads it, so the connection is closed."""
 
-_DRAIN_S, _DRAIN_PAUSE_S = 5.0, 0.25
+_DRAIN_S, _DRAIN_PAUSE_S = 10.0, 1.0
 """Maximum seconds for which the rest of such a body is read and dropped, in total and between two pieces of it. Most
 clients send their whole body before they read. If the connection were closed before, they would never see the
 error."""
