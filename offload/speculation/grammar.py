@@ -444,9 +444,8 @@ class Matcher:
                 raise
         self._follow(self._grammars.compile(self._grammar))
         found = self._mask()
-        for stop in range(
-            1, len(tokens) + 1
-        ):  # each with a mask, as at first: llguidance limits the work between masks
+        # With a mask after each token, as at first: llguidance limits the work between two masks.
+        for stop in range(1, len(tokens) + 1):
             found = self._mask() if self._go_to(tokens[:stop]) else None
         return found
 
