@@ -229,12 +229,16 @@ class _Form:
     masks: int = 0
     """The number of masks that were made with copies of the matcher."""
 
+    @cached_property
+    def _source_bytes(self) -> int:
+        kind, source = self.key
+        dense = 1 if kind in ("json_schema", "tools") else _DENSE
+        return max(_SHORT_BYTES, len(source.encode(errors="replace")) * dense)
+
     @property
     def counted_bytes(self) -> int:
         """The bytes that the form counts against `KEPT_BYTES`."""
-        kind, source = self.key
-        dense = 1 if kind in ("json_schema", "tools") else _DENSE
-        return max(_SHORT_BYTES, len(source.encode(errors="replace")) * dense) + _MASK_BYTES * self.masks
+        return self._source_bytes + _MASK_BYTES * self.masks
 
 
 class Grammars:
