@@ -38,8 +38,8 @@ CHECKED = 32
 """The number of checked grammars that are remembered."""
 
 KEPT_BYTES = 2**17
-"""The maximum total size of the sources whose compiled forms are kept, as counted by `_Form.counted_bytes`. Those used
-last are kept. Compiled forms take up to 300 times as many bytes."""
+"""The maximum total size of the sources whose compiled forms are kept, as counted by `_Form.counted_bytes`. Compiled
+forms take up to 300 times as many bytes."""
 
 _MASK_BYTES, _KEPT_MASKS = 768, 2048
 """Each mask that was made with a compiled form adds so many bytes to the size that counts: the states of its lexer grow
@@ -341,12 +341,12 @@ class Grammars:
         return found
 
     def _drop_old(self) -> None:
-        """Drops forms that were used too much, and then the least recently used ones until the others are few enough.
-        The lock must be held."""
+        """Drops forms that were used too much, and then others until the rest is small enough: those with the most
+        masks first, and of those with about as many the least recently used. The lock must be held."""
         for key in [key for key, form in self._compiled.items() if form.masks >= _KEPT_MASKS]:
             del self._compiled[key]
         while len(self._compiled) > 1 and sum(form.counted_bytes for form in self._compiled.values()) > KEPT_BYTES:
-            self._compiled.popitem(last=False)
+            del self._compiled[max(self._compiled, key=lambda key: self._compiled[key].masks // 64)]
 
     def _compile(self, kind: Kind, source: str) -> LLMatcher:
         from llguidance import LLMatcher
