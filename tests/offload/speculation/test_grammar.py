@@ -354,9 +354,8 @@ def test_an_answer_uses_up_no_limit_of_another_in_the_same_form(kind, source):
     for matcher, text in zip(matchers, texts, strict=True):
         for stop in (200, 120, 3):
             alone = other.matcher(grammar, 0)
-            for part in range(stop):
-                (want,) = alone.allowed(text[:part], [])
-            assert (matcher.allowed(text[: stop - 1], [])[0] == want).all()
+            want = [alone.allowed(text[:part], [])[0] for part in range(stop)]
+            assert (matcher.allowed(text[: stop - 1], [])[0] == want[-1]).all()
 
 
 def test_a_form_that_was_used_much_is_not_kept(texts):

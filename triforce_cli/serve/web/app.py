@@ -213,7 +213,7 @@ class Routes:
         """The whole body of a request: in memory, or in a file if it is long. So of the long bodies, only the one whose
         prompt is being made is in memory. In contrast to `Request.body`, it is not kept."""
         with SpooledTemporaryFile(self._service.limits.long_bytes) as file:
-            sent = UploadFile(file, size=0)
+            sent = UploadFile(file, size=0)  # pyright: ignore[reportArgumentType]
             async for piece in request.stream():
                 await sent.write(piece)
             yield sent
