@@ -38,8 +38,8 @@ CHECKED = 32
 """The number of checked grammars that are remembered."""
 
 KEPT_BYTES = 2**17
-"""The maximum total size of the sources whose compiled forms are kept, as counted by `_Form.counted_bytes`. Compiled
-forms take up to 300 times as many bytes."""
+"""The maximum total size of the sources whose compiled forms are kept, as counted by `_Form.num_bytes`. Compiled forms
+take up to 300 times as many bytes."""
 
 _MASK_BYTES, _KEPT_MASKS = 768, 2048
 """Each mask that was made with a compiled form adds so many bytes to the size that counts: the states of its lexer grow
@@ -53,10 +53,10 @@ _DENSE = 16
 """The factor for the bytes of a regular expression, or of a grammar in Lark or GBNF: its text is denser."""
 
 _LEXER_STATES, _STEP_FUEL = 2**16, 50_000
-"""Limits of llguidance for one answer: the number of lexer states so far, and the work for the next token. With
-llguidance's own limits, four times as high, one answer took 600 MiB, and 0.3 s for a token. With these, it takes at
-most 40 MiB and 30 ms (300 terminals, each of which may begin anywhere; Intel Xeon, 2026-11-27). A text of limited
-length has a state for each letter."""
+"""Limits of llguidance for one answer, or for several that share a compiled form: the number of lexer states so far,
+and the work for the next token. With llguidance's own limits, four times as high, one answer took 600 MiB, and 0.3 s
+for a token. With these, it takes at most 40 MiB and 30 ms (300 terminals, each of which may begin anywhere; Intel Xeon,
+2026-11-27). A text of limited length has a state for each letter."""
 
 _USED_UP = "too many"
 """What llguidance's messages say if a limit of the lexer is reached: too many states, too many expressions."""
@@ -224,21 +224,12 @@ class _Form:
     key: tuple[Kind, str]
     """The kind and the source of the grammar."""
     matcher: LLMatcher
+    num_bytes: int
+    """The bytes that the form counts against `KEPT_BYTES`: those of its source, and of its masks."""
     answers: int = 0
     """The number of answers that follow or followed a copy of the matcher."""
     masks: int = 0
     """The number of masks that were made with copies of the matcher."""
-
-    @cached_property
-    def _source_bytes(self) -> int:
-        kind, source = self.key
-        dense = 1 if kind in ("json_schema", "tools") else _DENSE
-        return max(_SHORT_BYTES, len(source.encode(errors="replace")) * dense)
-
-    @property
-    def counted_bytes(self) -> int:
-        """The bytes that the form counts against `KEPT_BYTES`."""
-        return self._source_bytes + _MASK_BYTES * self.masks
 
 
 class Grammars:
@@ -280,7 +271,7 @@ class Grammars:
             raise GrammarError(
                 f"{self._config.name} has no end-of-sequence token, so an answer in a form could not end"
             )
-        return Matcher(self, grammar, self._of(grammar), self._config, start)
+        return Matcher(self, self._of(grammar), grammar.reasoning, self._config, start)
 
     def prepare(self, grammar: Grammar) -> None:
         """Compiles a grammar, so that its first answer does not wait for it. May be called from any thread.
@@ -314,41 +305,40 @@ class Grammars:
         return done
 
     def count_mask(self, form: _Form) -> None:
-        """Counts a mask that was made with a compiled form, and drops forms of which too much is kept."""
+        """Counts a mask that is made with a compiled form, and drops kept forms if they are too large then."""
         with self._lock:
             form.masks += 1
-            self._drop_old()
-
-    def compile(self, grammar: Grammar) -> _Form:
-        """Compiles a grammar. The form is not kept for other answers.
-
-        Raises:
-            GrammarError: see `matcher`.
-        """
-        key = grammar.kind, grammar.source
-        return _Form(key, self._compile(*key))
+            form.num_bytes += _MASK_BYTES
+            self._drop_some(form)
 
     def _of(self, grammar: Grammar) -> _Form:
         """The compiled form of a grammar, compiled here if it is not kept."""
         key = grammar.kind, grammar.source
         with self._lock:
             found = self._compiled.get(key)
-        found = found or self.compile(grammar)
+        found = found or self.compile(*key)
         with self._lock:
             self._compiled[key] = found
             self._compiled.move_to_end(key)
-            self._drop_old()
+            self._drop_some(found)
         return found
 
-    def _drop_old(self) -> None:
-        """Drops forms that were used too much, and then others until the rest is small enough: those with the most
-        masks first, and of those with about as many the least recently used. The lock must be held."""
-        for key in [key for key, form in self._compiled.items() if form.masks >= _KEPT_MASKS]:
-            del self._compiled[key]
-        while len(self._compiled) > 1 and sum(form.counted_bytes for form in self._compiled.values()) > KEPT_BYTES:
-            del self._compiled[max(self._compiled, key=lambda key: self._compiled[key].masks // 64)]
+    def _drop_some(self, used: _Form) -> None:
+        """Drops the form that is being used if it was used too much, and then kept ones until the rest is small enough:
+        those with the most masks first, and of those with about as many the least recently used. The lock must be
+        held."""
+        kept = self._compiled
+        if used.masks >= _KEPT_MASKS and kept.get(used.key) is used:
+            del kept[used.key]
+        while len(kept) > 1 and sum([form.num_bytes for form in kept.values()]) > KEPT_BYTES:
+            del kept[max(kept, key=lambda key: kept[key].masks // 64)]
 
-    def _compile(self, kind: Kind, source: str) -> LLMatcher:
+    def compile(self, kind: Kind, source: str) -> _Form:
+        """Compiles a grammar. The form is not kept for other answers.
+
+        Raises:
+            GrammarError: see `matcher`.
+        """
         from llguidance import LLMatcher
 
         grammar, tokenizer = Grammar(kind, source), self._tokenizer
@@ -365,15 +355,17 @@ class Grammars:
             raise GrammarError(f"the {grammar.name} cannot be followed: no text has this form")
         if found.is_error():
             raise GrammarError(f"the {grammar.name} cannot be followed: {in_a_line(found.get_error())}")
-        return found
+        dense = 1 if kind in ("json_schema", "tools") else _DENSE
+        return _Form((kind, source), found, max(_SHORT_BYTES, len(source.encode(errors="replace")) * dense))
 
 
 class Matcher:
     """Follows one answer, and says which tokens may come next."""
 
-    def __init__(self, grammars: Grammars, grammar: Grammar, form: _Form, config: ModelConfig, start: int) -> None:
-        self._grammars, self._grammar, self._start = grammars, grammar, start
-        self._reasoning = grammar.reasoning
+    def __init__(
+        self, grammars: Grammars, form: _Form, reasoning: Reasoning | None, config: ModelConfig, start: int
+    ) -> None:
+        self._grammars, self._reasoning, self._start = grammars, reasoning, start
         self._follow(form)
         self._ends, self._vocab = frozenset(config.eos_token_ids), config.vocab_size
 
@@ -446,7 +438,7 @@ class Matcher:
         except ValueError as error:
             if alone or _USED_UP not in str(error):
                 raise
-        self._follow(self._grammars.compile(self._grammar))
+        self._follow(self._grammars.compile(*self._form.key))
         found = self._mask()
         # With a mask after each token, as at first: llguidance limits the work between two masks.
         for stop in range(1, len(tokens) + 1):

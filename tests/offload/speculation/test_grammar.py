@@ -378,8 +378,8 @@ def test_a_grammar_is_compiled_beside_who_asks_and_one_at_a_time(texts, monkeypa
     root = texts[0]
     grammars, go_on = Grammars(root / "target", ModelConfig.load(root / "target")), threading.Event()
     first, second, wrong = Grammar("regex", "a+"), Grammar("regex", "b+"), Grammar("regex", "(")
-    compile_now = grammars._compile
-    monkeypatch.setattr(grammars, "_compile", lambda *key: (go_on.wait(60), compile_now(*key))[1])
+    compile_now = grammars.compile
+    monkeypatch.setattr(grammars, "compile", lambda *key: (go_on.wait(60), compile_now(*key))[1])
     done = grammars.compile_beside(first)
     assert done is not None and not done.is_set() and grammars.compile_beside(second) is None
     go_on.set()
