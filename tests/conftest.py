@@ -60,9 +60,6 @@ UNSET_PREFIXES = ("HF_", "HUGGINGFACE_", "HUGGING_FACE_", "TRANSFORMERS_", "TORC
 SAMPLE = 1 / 20
 """Of the slow tests, what `--sample` runs."""
 
-CAMPAIGN = 50
-"""How many times as many seeds `--campaign` draws."""
-
 EXTENT = pytest.StashKey[str]()
 LEFT_OUT = pytest.StashKey[Counter[str]]()
 
@@ -134,13 +131,15 @@ def pytest_sessionstart(session):
 def pytest_generate_tests(metafunc):
     """`@pytest.mark.drawn("seed", 50)`: 50 seeds, which the fast tests always have alike and every other run draws
     anew, as Hypothesis does with its examples."""
+    from profiles import SHARES
+
     config = metafunc.config
     for marker in metafunc.definition.iter_markers("drawn"):
         name, count = marker.args
         seeds: Sequence[int] = range(count)
         if config.stash[EXTENT] != "fast":
             chance = random.Random(f"{config.option.draw} {metafunc.definition.nodeid}")
-            seeds = chance.sample(range(10**9), count * (CAMPAIGN if config.stash[EXTENT] == "campaign" else 1))
+            seeds = chance.sample(range(10**9), count * round(max(1.0, SHARES[config.stash[EXTENT]])))
         metafunc.parametrize(name, seeds)
 
 
