@@ -6,9 +6,10 @@ It works in slices. Between two slices, other sequences may have rounds.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import replace
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -25,6 +26,11 @@ from ..system import THIS_MACHINE, System
 from .sequence import ActiveSequence, BatchSequence
 
 T = TypeVar("T")
+
+Slices = Generator[bool | Future[Any], None, Tensor]
+"""The slices of a prefill. It yields `False` after each but the last; `True` if slices of another kind follow, whose
+time is not known yet; or what it waits for, if a thread must do something before the next slice. It returns the logits
+`[1, vocab_size]` after the last token."""
 
 _CHECKS_S = 0.5
 """Seconds between two checks whether a prompt is still wanted, while no other sequence runs."""
@@ -62,7 +68,7 @@ class Reading:
     def __init__(
         self,
         sequence: BatchSequence,
-        slices: Generator[bool, None, Tensor],
+        slices: Slices,
         system: System = THIS_MACHINE,
     ) -> None:
         """Args: `slices` are those of the prompt; see `slices_of`."""
@@ -101,14 +107,20 @@ class Reading:
         if keeps:
             self.sequence.active.full.break_off()
 
-    def go_on(self, count: int) -> bool:
-        """Computes `count` further slices, or fewer if slices of another kind follow. Returns whether the prompt is
-        read."""
+    def go_on(self, count: int, *, waits: bool = False) -> bool:
+        """Computes `count` further slices, or fewer if slices of another kind follow, or if a thread must do something
+        before the next one. Returns whether the prompt is read.
+
+        Args: `waits` is whether to wait a moment for this thread.
+        """
         began, done, whole, changes = self._system.clock(), 0, False, False
         try:
             while done != count and not changes:
-                changes = next(self._slices)
+                pause = next(self._slices)
                 done += 1
+                changes = pause is not False
+                if waits and isinstance(pause, Future):
+                    wait([pause], _CHECKS_S)
         except StopIteration as end:
             self._logits, whole = end.value, True
         if not whole:
@@ -121,7 +133,7 @@ class Reading:
         if done:
             self._slice_s, self._last = spent / done, done
         if changes:
-            self._slice_s, self._granted_s = None, max(self._granted_s, 0.0)
+            self._slice_s, self._granted_s = None, 0.0  # nor is the time that passed while it waited granted
         return whole
 
     def first_token(self) -> int:
@@ -155,10 +167,8 @@ def forward_in_parts(target: Decoder, full: FullCache, token_ids: list[int], num
 
 def slices_of(
     target: Decoder, sequence: BatchSequence, report: Callable[[float], None] | None, system: System = THIS_MACHINE
-) -> Generator[bool, None, Tensor]:
-    """Restores the saved tokens of a prompt and computes the others, in parts, so that each part can be saved. Yields
-    between slices; `True` if slices of another kind follow, whose time is not known yet. Returns the logits
-    `[1, vocab_size]` after the last token.
+) -> Slices:
+    """Restores the saved tokens of a prompt and computes the others, in parts, so that each part can be saved.
 
     Args: `report` is called with the finished share of the prefill, 0 to 1.
 
@@ -168,8 +178,7 @@ def slices_of(
     """
     full, saved = sequence.active.full, sequence.active.saved
     if saved:
-        for _ in saved.begin(full):
-            yield False
+        yield from saved.begin(full)
         yield True
     start, stop = full.length, len(sequence.context)
     sequence.statistics = replace(sequence.statistics, reused_tokens=start)
@@ -185,7 +194,7 @@ def slices_of(
         go_on = partial(on_all_ranks, target, system, partial(_next, slices))
         logits = yield from _pausing(go_on, full, pending.shape[0])
         if saved:
-            saved.save(full)
+            yield from saved.save(full)
             yield True
     return logits
 
@@ -196,7 +205,7 @@ def slices_together(
     sequences: Sequence[BatchSequence],
     report: Callable[[BatchSequence, float], None],
     system: System = THIS_MACHINE,
-) -> list[Generator[bool, None, Tensor]]:
+) -> list[Slices]:
     """`slices_of` for each of several sequences whose prompts are computed in one pass. The slices of the first
     sequence must be taken first: they compute all prompts. If that fails, each prompt is computed by itself.
 
@@ -213,14 +222,14 @@ def slices_together(
         opened = [sequence.active for sequence in sequences]
         try:
             for one in opened:
-                for _ in one.saved.begin(one.full) if one.saved else ():
-                    pass
+                for work in one.saved.begin(one.full) if one.saved else ():
+                    wait([work])
             found.extend(read(opened).clone().split(1))
         except Exception:  # reading the prompts one by one shows which sequence fails
             for one in opened:
                 one.full.break_off()
 
-    def of_one(number: int, sequence: BatchSequence) -> Generator[bool, None, Tensor]:
+    def of_one(number: int, sequence: BatchSequence) -> Slices:
         if number == 0:
             together()
         if not found:
@@ -231,7 +240,7 @@ def slices_together(
     return [of_one(number, sequence) for number, sequence in enumerate(sequences)]
 
 
-def _pausing(go_on: Callable[[], Tensor | None], full: FullCache, tokens: int) -> Generator[bool, None, Tensor]:
+def _pausing(go_on: Callable[[], Tensor | None], full: FullCache, tokens: int) -> Slices:
     """The slices of a pass over so many `tokens`. Between them, passes of other sequences may attend to the blocks that
     `full` shares with them.
 

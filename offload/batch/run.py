@@ -7,6 +7,7 @@ turn of its conversation can reuse them, beside other running sequences.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, wait
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -32,6 +33,9 @@ from .reading import Reading, ReadingError, on_all_ranks, slices_of, slices_toge
 from .request import RunOrder
 from .sequence import BatchSequence, Round, kv_bytes_of
 from .sequence_setup import SequenceSetup
+
+_LOOKS_S = 0.05
+"""Seconds between two looks for further sequences while contexts are written and nothing runs."""
 
 
 @dataclass(frozen=True)
@@ -235,6 +239,9 @@ class Run(Iterator[Event]):
     def _running(self) -> list[BatchSequence]:
         return [one for one in self.live if one.state == "running"]
 
+    def _saving(self) -> list[BatchSequence]:
+        return [one for one in self.live if one.state == "saving"]
+
     def _waiting(self) -> list[BatchSequence]:
         return [one for one in self.live if one.state == "waiting"]
 
@@ -295,21 +302,26 @@ class Run(Iterator[Event]):
             self._asked_to_end = True
 
     def _let_go(self) -> Iterator[Event]:
-        """Yields the sequences that have ended, and forgets them."""
+        """Ends the sequences whose contexts are written, yields those that have ended, and forgets them."""
         if self._alone:
             return
+        for sequence in self._saving():
+            self._leave(sequence)
         for sequence in [one for one in self.live if one.state == "ended"]:
             self.live.remove(sequence)
             yield Ended(sequence)
 
     def _idle(self) -> bool:
-        """Waits for further sequences if there are no others. Returns whether there are any sequences. Ranks wait as
-        long as it takes."""
+        """Waits for further sequences if there are no others, as long as it takes. If contexts of others must still be
+        written, waits a moment for these. Returns whether there are any sequences."""
         if self._alone:
             return False
         if not self.live:
             self._ask(waits=True)
             self._join(patiently=True)
+        elif working := [one.saved.work for one in self._saving() if one.saved]:
+            wait(working, _LOOKS_S, FIRST_COMPLETED)
+            self._agree([], [])
         return bool(self.live)
 
     def _ask(self, *, waits: bool = False) -> None:
@@ -377,7 +389,7 @@ class Run(Iterator[Event]):
         Args: `beside`: the sequences whose prompts are read in the same pass, if there are any.
         """
         for sequence in self._waiting():
-            others = len(self._running()) + len(beside)
+            others = len(self._running()) + len(self._saving()) + len(beside)
             if beside and not self._setup.reads_in_one_pass(beside, sequence):
                 return None
             if others >= self._most:
@@ -455,7 +467,8 @@ class Run(Iterator[Event]):
         """Reads some slices of a prompt. Returns the sequence's first round if the prompt is read to its end, else
         `None`. If the sequence was asked to end, memory was too short, or the prompt could not be saved, only this
         sequence ends."""
-        due = reading.due if self._in_slices and self._running() else reading.due_alone
+        beside = bool(self._in_slices and self._running())
+        due = reading.due if beside else reading.due_alone
         waiting = self._waiting()
         asked = due, self._asked_to_end, *(one.asked_to_end for one in (reading.sequence, *waiting))
         due, ends_run, ends, *unwanted = self._target.ranks.share_numbers([*map(int, asked)], len(asked))
@@ -469,7 +482,7 @@ class Run(Iterator[Event]):
         alike = False  # whether the failure is the same on all ranks
         try:
             with shortage_explained(self._target.device, self._system.device_memory):
-                event = self._first_round(reading) if reading.go_on(due) else None
+                event = self._first_round(reading) if reading.go_on(due, waits=not beside) else None
         except ReadingError as error:
             failure, alike = error.failure, True
         except Exception as error:
@@ -497,6 +510,12 @@ class Run(Iterator[Event]):
         self._reading, self._read_until = None, self._system.clock()
 
     def _leave(self, sequence: BatchSequence) -> None:
+        """Ends a sequence. If a context of it must still be written, it ends when that is done, so that no other waits
+        for the disk. A failed one ends at once: no other may share what it has computed."""
+        saved = sequence.saved
+        if saved and not (self._alone or sequence.failure or saved.settled()):
+            sequence.state = "saving"
+            return
         sequence.state, self._short_of_memory = "ended", False
         self._finish_saving(sequence)
         if not self._alone and sequence.active_or_none:
@@ -516,7 +535,7 @@ class Run(Iterator[Event]):
         """Finishes contexts that are completely saved, so that others can use them while answers are decoded."""
         for sequence in self._running():
             saved = sequence.saved
-            if saved and saved.saves and self._target.ranks.least([int(saved.written)])[0]:
+            if saved and saved.saves and saved.settled():
                 self._finish_saving(sequence)
                 if sequence.failure:
                     self._leave(sequence)

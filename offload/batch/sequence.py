@@ -25,6 +25,10 @@ from ..transfer.link import LinkError, Traffic
 from .drafting_caches import DraftingCaches
 from .request import Order, Request
 
+State = Literal["waiting", "reading", "running", "saving", "ended"]
+"""`reading` is the prefill, `running` the decoding. In the state `saving`, only a context of the sequence must still be
+written to the disk."""
+
 
 @dataclass(frozen=True)
 class Round:
@@ -126,8 +130,7 @@ class BatchSequence:
         """The prompt and the tokens so far."""
         self.statistics = Statistics(prompt_tokens=len(order.prompt))
         """The counts and times so far, current at any time: each round makes a new object."""
-        self.state: Literal["waiting", "reading", "running", "ended"] = "waiting" if order.error is None else "ended"
-        """`reading` is the prefill, `running` the decoding."""
+        self.state: State = "waiting" if order.error is None else "ended"
         self.failure: Exception | None = order.error
         """The error with which the sequence failed, while others went on."""
         self.read_share = 0.0

@@ -8,11 +8,12 @@ next segment is computed. When the files of all ranks are complete, rank 0 adds 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Generator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from math import inf
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
@@ -28,6 +29,9 @@ from .store import ContextStore
 
 _PATIENCE_S = 5.0
 """How long rank 0 waits for the files of other ranks if the run was broken off."""
+
+_POLL_S = 0.5
+"""How often ranks that wait for one another's disks tell one another whether they are done."""
 
 _OTHER_FAILED = "another rank could not write its part"
 
@@ -79,33 +83,36 @@ class Saver:
         order: SaveOrder,
         kept: Sequence[Segment],
         later: Sequence[Segment],
+        thread: ThreadPoolExecutor,
     ) -> None:
         """Args:
         kept: the first segments that are saved already, and are not written again.
         later: the saved segments after these. Each stays in the manifest until it is written again, so that none is
             lost if the run ends early.
+        thread: writes the segments.
         """
         self._later = list(later)
         self._store, self._ranks, self._heads, self._order = store, ranks, heads, order
         self._manifest = replace(order.manifest, segments=tuple(kept))
         self._saved = self._manifest.saved  # includes the segment that is being written
-        self._thread = ThreadPoolExecutor(1)
-        self._writing: Future[None] | None = None
+        self._thread = thread
+        self.writing: Future[None] | None = None
+        """The write that this rank's thread works at, or whose result was not looked at yet."""
         self._deadline = inf  # rank 0 waits for files of other ranks until this time
         self.failure: str | None = None
         """Why a segment could not be saved. After a failure, nothing more is saved."""
 
-    @property
-    def idle(self) -> bool:
-        """Whether this rank is not writing a segment."""
-        return self._writing is None or self._writing.done()
-
-    def save(self, full: FullCache) -> None:
-        """Starts to write each segment that `full` completes, as soon as the segment before it is written."""
+    def save(self, full: FullCache) -> Generator[Future[Any], None, None]:
+        """Starts to write each segment that `full` completes, as soon as the segment before it is written. While it
+        waits for that, it yields what it waits for. All ranks iterate to the end."""
         tokens = len(self._order.token_ids)
         while self.failure is None and (first := self._saved) < min(full.length, tokens):
             stop = min(first + self._manifest.segment_tokens, tokens)
-            if stop > full.length or not self._agree():
+            if stop > full.length:
+                return
+            while not self.settled():
+                yield self.writing or done()
+            if self.failure is not None:
                 return
             if not full.holds_segment(first, stop):
                 self.failure = "layers with sliding windows or states no longer hold the data that must be saved"
@@ -118,43 +125,39 @@ class Saver:
                 states = [full.states.export(layer, stop) for layer in range(shape.states.num_layers)]
             self._saved = stop
             computed_with = full.computed_with(first, stop)
-            self._writing = self._thread.submit(self._write, first, stop, layers, states, computed_with)
+            self.writing = self._thread.submit(self._write, first, stop, layers, states, computed_with)
 
-    def _agree(self) -> bool:
-        """Waits until all ranks have written the segment before, without a time limit. Returns whether none has failed.
-        All ranks call it.
+    def settled(self) -> bool:
+        """Whether no rank is still writing. If a rank has failed, nothing more is saved on any rank. All ranks call it.
 
-        The thread of rank 0 waits for the files of the others. So rank 0 must learn of their failures before it waits
-        for its own thread.
+        The thread of rank 0 waits for the files of the others. So rank 0 must learn of their failures before its own
+        thread is done.
         """
-        if self._ranks.rank:
-            self._wait()
-        if not self._ranks.least([self.failure is None], patiently=True)[0]:
-            self._deadline = 0.0
-        self._wait()
-        if not self._ranks.least([self.failure is None], patiently=True)[0]:
-            self.failure = self.failure or _OTHER_FAILED
-        return self.failure is None
+        if self.writing and self.writing.done():
+            self._collect(self.writing)
+        settled, none_failed = self._ranks.least([self.writing is None, self.failure is None])
+        if not none_failed:
+            self._deadline, self.failure = 0.0, self.failure or _OTHER_FAILED
+        return bool(settled)
 
     def finish(self, together: bool) -> None:
         """See `ContextUse.finish`."""
         if together:
-            self._agree()
-        else:
-            self._deadline = time.monotonic() + _PATIENCE_S
-            self._wait()
-        self._thread.shutdown()
-
-    def _wait(self) -> None:
-        if self._writing is None:
+            while not self.settled():
+                wait([self.writing or done()], _POLL_S)
             return
+        self._deadline = time.monotonic() + _PATIENCE_S
+        if self.writing:
+            self._collect(self.writing)
+
+    def _collect(self, writing: Future[None]) -> None:
+        """Waits for the thread, and notes why it failed, if it did."""
+        self.writing = None
         try:
-            self._writing.result()
+            writing.result()
         # PyTorch raises RuntimeError if there is not enough memory.
         except (ContextError, OSError, DamagedError, LinkError, MemoryError, RuntimeError) as error:
             self.failure = self.failure or getattr(error, "strerror", None) or str(error)
-        finally:
-            self._writing = None
 
     def _write(
         self,
@@ -217,3 +220,10 @@ class Saver:
             time.sleep(0.01)
         with SegmentFile(path, self._manifest.contents(segment, part)) as file:
             return replace(part, checksum=file.checksum)
+
+
+def done() -> Future[None]:
+    """A future that is done: what a rank waits for that has nothing to do while others work on their disks."""
+    found: Future[None] = Future()
+    found.set_result(None)
+    return found

@@ -327,7 +327,8 @@ class ContextStore:
         directory = self.directory(name)
         try:
             self.disk.make_directory(self.root / _LOCKS)
-            with FileLock(self.root / _LOCKS / f"{name}.lock", timeout=0, mode=0o600):
+            # Not bound to the thread: one may take the lock, another give it back.
+            with FileLock(self.root / _LOCKS / f"{name}.lock", timeout=0, mode=0o600, thread_local=False):
                 made = self._make_marked(directory)
                 try:
                     yield directory

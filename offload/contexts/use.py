@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Collection, Generator, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,15 +22,20 @@ from ...tp.parallel.ranks import Ranks
 from ...tp.units import gib
 from ..caches.full import FullCache
 from .manifest import FILE_NAME, ContextError, Part, Segment
-from .saver import HeldHeads, SaveOrder, Saver
+from .saver import HeldHeads, SaveOrder, Saver, done
 from .segments.contents import DamagedError
 from .segments.file import SegmentFile
 from .segments.rows import SegmentRows, byte_views
 from .segments.state_rows import empty_rows, from_rows
 from .store import ContextStore, SavedPrefix, damaged
 
+T = TypeVar("T")
+
 _READERS = max(4, min(8, os.cpu_count() or 1))
 """Threads that read segments, check them, and unpack packed keys and values."""
+
+_Prepared = tuple[str, list[Segment], list[Segment]]
+"""Why nothing can be saved, or nothing; the segments that are kept; and the saved segments after these."""
 
 
 class ContextUse:
@@ -50,6 +56,8 @@ class ContextUse:
         self.prefix = prefix
         """The first tokens of the prompt that are saved."""
         self._order = order
+        self._thread = ThreadPoolExecutor(1)  # prepares to save, then writes segments
+        self._preparing: Future[_Prepared] | None = None
         self._saver: Saver | None = None
         self._held = ExitStack()
         self.warnings: list[str] = []
@@ -66,12 +74,13 @@ class ContextUse:
         """Whether `begin` has something to restore, or prepares to save."""
         return self._order is not None or (self.prefix is not None and not full.length)
 
-    def begin(self, full: FullCache) -> Generator[None, None, None]:
+    def begin(self, full: FullCache) -> Generator[Future[Any], None, None]:
         """Restores the saved tokens into `full`, and prepares to save.
 
         Tokens are restored up to the first damaged segment, and only if `full` is empty or is to be saved under the
-        same name. Every rank must iterate to the end. If there is only one rank, it may do other work between two
-        steps, while threads continue the restoring.
+        same name. Whenever it must wait for the disk, it yields what it waits for. The caller may do other work until
+        that is done, or before. Every rank must iterate to the end, or all must stop at the same step. Several ranks
+        restore without any steps.
 
         Raises:
             ContextError: nothing can be saved, although saving is required.
@@ -84,8 +93,8 @@ class ContextUse:
                 self.restored = yield from self._restore(prefix, full)
         elif prefix:
             self._store.note_use(prefix.name)
-        if self._order:
-            self._saver = self._start_saving(self._order)
+        if order:
+            self._saver = yield from self._start_saving(order)
 
     def stops(self, start: int, stop: int) -> list[int]:
         """The positions at which a prefill of the tokens from `start` to `stop` must be cut, so that each part can be
@@ -97,14 +106,15 @@ class ContextUse:
         ends = [end for end in range(size, last, size) if end > start]
         return sorted({*ends, *([last] if start < last else []), stop})
 
-    def save(self, full: FullCache) -> None:
-        """Starts to write each segment that `full` completes. Every rank calls it after each part of the prefill.
+    def save(self, full: FullCache) -> Generator[Future[Any], None, None]:
+        """Starts to write each segment that `full` completes. Every rank calls it after each part of the prefill, and
+        changes nothing in `full` before the end. If the segment before is not written yet, it waits as `begin` does.
 
         Raises:
             ContextError: the context could not be saved, although saving is required.
         """
         if self._saver and self._order:
-            self._saver.save(full)
+            yield from self._saver.save(full)
             if self._saver.failure and self._order.required:
                 raise ContextError(_not_saved(self._order, self._saver.failure))
 
@@ -113,10 +123,16 @@ class ContextUse:
         """Whether something is being saved, and `finish` was not called yet. The same on all ranks."""
         return self._saver is not None
 
+    def settled(self) -> bool:
+        """Whether all ranks have written everything, so that `finish` need not wait for a disk. Every rank calls it."""
+        if self._saver:
+            return self._saver.settled()
+        return self._preparing is None or self._done_by_all(self._preparing)
+
     @property
-    def written(self) -> bool:
-        """Whether this rank has written everything, so that `finish` need not wait for it."""
-        return self._saver is None or self._saver.idle
+    def work(self) -> Future[Any]:
+        """What this rank's thread works at; done if it works at nothing."""
+        return self._preparing or (self._saver and self._saver.writing) or done()
 
     def finish(self, *, together: bool) -> None:
         """Waits until everything that was saved is on the disk. Calls after the first do nothing.
@@ -131,6 +147,7 @@ class ContextUse:
             if saver:
                 saver.finish(together)
         finally:
+            self._thread.shutdown()  # it may still prepare what this run does not save any more
             self._held.close()
         if saver and self._order and saver.failure:
             failure = _not_saved(self._order, saver.failure)
@@ -138,7 +155,7 @@ class ContextUse:
                 raise ContextError(failure)
             self.warnings.append(failure)
 
-    def _restore(self, prefix: SavedPrefix, full: FullCache) -> Generator[None, None, int]:
+    def _restore(self, prefix: SavedPrefix, full: FullCache) -> Generator[Future[Any], None, int]:
         assert not full.prefix, "what others hold cannot be restored"
         full.blocks.drain()
         self._synchronize(full.blocks.device)  # a pass that was broken off may still read what is written here
@@ -185,7 +202,7 @@ class ContextUse:
                 "a prefill of the text on this machine"
             )
 
-    def _read(self, prefix: SavedPrefix, full: FullCache, stop: int) -> Generator[None, None, None]:
+    def _read(self, prefix: SavedPrefix, full: FullCache, stop: int) -> Generator[Future[Any], None, None]:
         """Restores the first `stop` tokens. For a model with linear attention, `stop` is the end of a segment.
 
         If the run also saves, it may keep these segments as they are. Then all that they hold is checked.
@@ -195,12 +212,22 @@ class ContextUse:
         """
         held, key_heads = range(self._heads.first, self._heads.stop), range(*self._heads.key_heads)
         shape, found = prefix.manifest.shape, []
-        with ExitStack() as opened:
+        # If the cache is packed, or its blocks go to a GPU or a disk, the data pass through staging. Then one layer is
+        # restored at a time, and its heads are read in parallel. Otherwise layers are restored in parallel.
+        blocks = full.blocks
+        by_layer = blocks.device.type == "cpu" and not blocks.placement.packed and not blocks.footprint.disk
+        layers_at_once = _READERS if by_layer else 1
+        opened = ExitStack()  # ends after the threads, which may still read the files when this generator is closed
+        with opened, ThreadPoolExecutor(_READERS) as of_heads, ThreadPoolExecutor(layers_at_once) as of_layers:
             segments = [one for one in prefix.segments if one.first < stop]
-            files = list(_opened(opened, prefix, segments, lambda segment: segment.parts, held))
             saves = self._order is not None
             ending = [one for one in segments if saves or one.stop == stop]
-            of_states = list(_opened(opened, prefix, ending, lambda segment: segment.states, key_heads))
+
+            def open_all() -> tuple[list[_OpenFile], list[_OpenFile]]:
+                of_keys = list(_opened(opened, prefix, segments, lambda segment: segment.parts, held))
+                return of_keys, list(_opened(opened, prefix, ending, lambda segment: segment.states, key_heads))
+
+            files, of_states = yield from self._result(of_layers.submit(open_all))
 
             @torch.inference_mode()  # the mode is set for each thread separately
             def read(layer: int, start: int, pieces: list[Tensor], head: int) -> None:
@@ -220,57 +247,58 @@ class ContextUse:
                         found.append(one.damage(prefix, error))
                         break
 
-            # If the cache is packed, or its blocks go to a GPU or a disk, the data pass through staging. Then one layer
-            # is restored at a time, and its heads are read in parallel. Otherwise layers are restored in parallel.
-            blocks = full.blocks
-            by_layer = blocks.device.type == "cpu" and not blocks.placement.packed and not blocks.footprint.disk
-            layers_at_once = _READERS if by_layer else 1
-            with ThreadPoolExecutor(_READERS) as of_heads, ThreadPoolExecutor(layers_at_once) as of_layers:
+            @torch.inference_mode()
+            def restore(layer: int) -> None:
+                first = full.first_restored(layer, stop)
+                saved = {one.segment.first + one.file.contents.first_token(layer) for one in files}
+                start = max((one for one in saved if one <= first), default=0)
 
-                @torch.inference_mode()
-                def restore(layer: int) -> None:
-                    first = full.first_restored(layer, stop)
-                    saved = {one.segment.first + one.file.contents.first_token(layer) for one in files}
-                    start = max((one for one in saved if one <= first), default=0)
+                def read_heads(pieces: list[Tensor]) -> None:
+                    list((map if by_layer else of_heads.map)(partial(read, layer, start, pieces), held))
 
-                    def read_heads(pieces: list[Tensor]) -> None:
-                        list((map if by_layer else of_heads.map)(partial(read, layer, start, pieces), held))
+                full.restore(layer, start, stop, read_heads)
 
-                    full.restore(layer, start, stop, read_heads)
+            @torch.inference_mode()
+            def restore_state(layer: int) -> None:
+                assert shape.states and full.states
+                rows = empty_rows(shape.states, len(key_heads))
+                for one in of_states:
+                    try:
+                        for head in one.heads:
+                            if one.segment.stop == stop:
+                                halves = (byte_views([rows], half, head - key_heads.start) for half in (0, 1))
+                                one.file.read(layer, head, *halves)
+                            else:
+                                one.file.check(layer, head)
+                    except DamagedError as error:
+                        found.append(one.damage(prefix, error))
+                full.states.restore(layer, stop, from_rows(rows, shape.states))
 
-                @torch.inference_mode()
-                def restore_state(layer: int) -> None:
-                    assert shape.states and full.states
-                    rows = empty_rows(shape.states, len(key_heads))
-                    for one in of_states:
-                        try:
-                            for head in one.heads:
-                                if one.segment.stop == stop:
-                                    halves = (byte_views([rows], half, head - key_heads.start) for half in (0, 1))
-                                    one.file.read(layer, head, *halves)
-                                else:
-                                    one.file.check(layer, head)
-                        except DamagedError as error:
-                            found.append(one.damage(prefix, error))
-                    full.states.restore(layer, stop, from_rows(rows, shape.states))
-
-                tasks = [partial(restore, layer) for layer in range(shape.num_layers)]
-                if shape.states and stop:
-                    assert any(one.segment.stop == stop for one in of_states), "states are saved at ends of segments"
-                    tasks += [partial(restore_state, layer) for layer in range(shape.states.num_layers)]
-                try:
-                    for done in [of_layers.submit(task) for task in tasks]:
-                        if self._ranks.size == 1:
-                            yield  # not with several ranks: one may have to repeat a read that the others need not
-                        done.result()
-                finally:
-                    of_layers.shutdown(cancel_futures=True)  # if this generator was closed, nothing needs the results
+            tasks = [partial(restore, layer) for layer in range(shape.num_layers)]
+            if shape.states and stop:
+                assert any(one.segment.stop == stop for one in of_states), "states are saved at ends of segments"
+                tasks += [partial(restore_state, layer) for layer in range(shape.states.num_layers)]
+            try:
+                for reading in [of_layers.submit(task) for task in tasks]:
+                    yield from self._result(reading)
+            finally:
+                of_layers.shutdown(cancel_futures=True)  # if this generator was closed, nothing needs the results
         if found:
             raise min(found, key=lambda damage: damage.position)
         if full.states:
             full.states.restored(stop)
 
-    def _start_saving(self, order: SaveOrder) -> Saver | None:
+    def _result(self, work: Future[T]) -> Generator[Future[Any], None, T]:
+        """Waits for a part of the restoring, and returns its result. Several ranks wait without any steps: one may have
+        to repeat a read that the others need not."""
+        while self._ranks.size == 1 and not work.done():
+            yield work
+        return work.result()
+
+    def _done_by_all(self, work: Future[Any]) -> bool:
+        return bool(self._ranks.least([work.done()])[0])
+
+    def _start_saving(self, order: SaveOrder) -> Generator[Future[Any], None, Saver | None]:
         """Prepares the directory of the context. Segments that this run starts from are kept or shared. Other segments
         under the name are replaced.
 
@@ -280,20 +308,11 @@ class ContextUse:
         Raises:
             ContextError: nothing can be saved, although saving is required.
         """
-        failure = ""
-        kept: list[Segment] = []
-        later: list[Segment] = []
-        if self._ranks.rank == 0:
-            try:
-                self._held.enter_context(self._store.locked(order.directory.name))
-                own = self._own_segments(order)
-                self._make_room(order)
-                kept = self._kept_segments(order, own)
-                later = own[len(kept) :]
-                (order.directory / f".{order.salt}.probe").touch(0o600)
-            except (ContextError, OSError) as error:
-                failure = str(error)
-        failure = self._ranks.share(failure, patiently=True)  # patiently: rank 0 may have removed contexts
+        self._preparing = self._thread.submit(self._prepare, order)
+        while not self._done_by_all(self._preparing):
+            yield self._preparing
+        prepared, self._preparing = self._preparing.result(), None
+        failure, kept, later = self._ranks.share(prepared, patiently=True)
         probe = order.directory / f".{order.salt}.probe"
         if not failure and not self._ranks.least([probe.exists()], patiently=True)[0]:
             failure = f"{self._store.root} is not the same directory on all machines; TRIFORCE_HOME must be shared"
@@ -306,8 +325,21 @@ class ContextUse:
             self._held.close()  # otherwise no other process could save under the name until this answer ends
             self.warnings.append(f"nothing is saved: {failure}")
             return None
-        kept, later = self._ranks.share((kept, later), patiently=True)
-        return Saver(self._store, self._ranks, self._heads, order, kept, later)
+        return Saver(self._store, self._ranks, self._heads, order, kept, later, self._thread)
+
+    def _prepare(self, order: SaveOrder) -> _Prepared:
+        """The part of `_start_saving` that only rank 0 does."""
+        if self._ranks.rank:
+            return "", [], []
+        try:
+            self._held.enter_context(self._store.locked(order.directory.name))
+            own = self._own_segments(order)
+            self._make_room(order)
+            kept = self._kept_segments(order, own)
+            (order.directory / f".{order.salt}.probe").touch(0o600)
+        except (ContextError, OSError) as error:
+            return str(error), [], []
+        return "", kept, own[len(kept) :]
 
     def _own_segments(self, order: SaveOrder) -> list[Segment]:
         """The segments of this text that are saved under its name. Also removes files that killed runs left.

@@ -55,6 +55,7 @@ _STATES = {
     "running": Style.parse("green"),
     "waiting": Style.parse("yellow"),
     "failed": Style.parse("red"),
+    "saving": DIM,
     "ended": DIM,
 }
 """The style of each state. If there are more answers than lines, answers keep their line in this order of states."""
@@ -66,7 +67,7 @@ class AnswerRow:
 
     name: str
     state: str
-    """`waiting`, `reading`, `running`, `ended` or `failed`."""
+    """`waiting`, `reading`, `running`, `saving`, `ended` or `failed`."""
     max_new_tokens: int
     statistics: Statistics = field(default_factory=Statistics)
     read: float = 0.0
