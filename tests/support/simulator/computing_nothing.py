@@ -3,6 +3,7 @@ which the system provides no page, so that a run takes seconds and a counted sim
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -12,7 +13,7 @@ import triton
 from simulated_operations import _kind, _tensors
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 from triton.runtime.interpreter import InterpretedFunction
 
 SMALL = 2**14
@@ -26,30 +27,67 @@ class ComputingNothing(TorchDispatchMode):
     """Within, operations on larger tensors are not computed. It is entered before a simulator, which then counts what
     it gives."""
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """See `Operations`."""
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, kind = kwargs or {}, _kind(func)
         given = [*_tensors(args), *_tensors(kwargs.values())]
-        if kind.only_views or kind.leaves_unwritten:
+        small = all(x.numel() <= SMALL for x in given)
+        if kind.leaves_unwritten or (kind.only_views and small):
             return func(*args, **kwargs)
         if kind.writes:
+            if small:
+                return func(*args, **kwargs)
             written = [
                 x for i, name in kind.writes for x in _tensors([kwargs.get(name, args[i] if i < len(args) else None)])
             ]
-            if all(x.numel() <= SMALL for x in given):
-                return func(*args, **kwargs)
             return written[0] if len(written) == 1 else tuple(written)
-        if given and all(x.numel() <= SMALL for x in given) and not kind.name.startswith("new_"):
+        if given and small and not kind.name.startswith("new_"):
             return func(*args, **kwargs)
-        described = tree_map_only(Tensor, lambda x: x.to("meta"), (args, kwargs))
-        makes = any(argument.name == "device" for argument in func._schema.arguments)
-        options = described[1] | ({"device": "meta"} if makes else {})
-        return tree_map_only(Tensor, _unwritten, func(*described[0], **options))
+        alike = id(func), _alike(args), _alike(tuple(kwargs.items()))
+        if alike not in _RESULTS:
+            described = tree_map_only(Tensor, _described, (args, kwargs))
+            makes = any(argument.name == "device" for argument in func._schema.arguments)
+            options = described[1] | ({"device": "meta"} if makes else {})
+            result = func(*described[0], **options)
+            known = {x.untyped_storage()._cdata for x in _tensors(tree_leaves(described))}
+            _RESULTS[alike] = None if all(x.untyped_storage()._cdata in known for x in _tensors([result])) else result
+        if (result := _RESULTS[alike]) is None:
+            return func(*args, **kwargs)
+        return tree_map_only(Tensor, _unwritten, result)
+
+
+_RESULTS: dict[object, Any] = {}
+"""What an operation gives, without memory, by all that this depends on: layers and rounds repeat operations. `None` of
+views."""
+
+
+def _alike(given: Any) -> object:
+    """What arguments have in common whose results have one shape."""
+    if isinstance(given, Tensor):
+        return given.shape, given.stride(), given.dtype
+    if isinstance(given, (list, tuple)):
+        return tuple(map(_alike, given))
+    return type(given), given
+
+
+def _described(x: Tensor) -> Tensor:
+    """A tensor like `x` without memory."""
+    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
 
 
 def _unwritten(shape: Tensor) -> Tensor:
     """A tensor like one that has no memory; of zeros where it is small or of whole numbers."""
+    cleared = shape.numel() <= _CLEARED or not shape.is_floating_point()
+    if cleared and shape.numel() > SMALL:  # new memory of the system holds zeros, and takes no page until it is used
+        extent = 1 + sum((n - 1) * step for n, step in zip(shape.shape, shape.stride(), strict=True))
+        memory = mmap.mmap(-1, extent * shape.element_size())
+        return torch.frombuffer(memory, dtype=shape.dtype).as_strided(shape.shape, shape.stride())
     made = torch.empty_strided(shape.shape, shape.stride(), dtype=shape.dtype)
-    return made.zero_() if made.numel() <= _CLEARED or not made.is_floating_point() else made
+    return made.zero_() if cleared else made
 
 
 @contextmanager
