@@ -113,7 +113,7 @@ class Reading:
 
         Args: `waits` is whether to wait a moment for this thread.
         """
-        began, done, whole, changes = self._system.clock(), 0, False, False
+        began, done, whole, changes, pause = self._system.clock(), 0, False, False, None
         try:
             while done != count and not changes:
                 pause = next(self._slices)
@@ -133,7 +133,8 @@ class Reading:
         if done:
             self._slice_s, self._last = spent / done, done
         if changes:
-            self._slice_s, self._granted_s = None, 0.0  # nor is the time that passed while it waited granted
+            kept = 0.0 if isinstance(pause, Future) else self._granted_s  # time that passes while it waits is lost
+            self._slice_s, self._granted_s = None, max(kept, 0.0)
         return whole
 
     def first_token(self) -> int:

@@ -34,6 +34,10 @@ from .request import RunOrder
 from .sequence import BatchSequence, Round, kv_bytes_of
 from .sequence_setup import SequenceSetup
 
+_SOON_S = 2.0
+"""A sequence that could use the memory or the text of another one, which has ended but for its context, waits so many
+seconds until that is written."""
+
 _LOOKS_S = 0.05
 """Seconds between two looks for further sequences while contexts are written and nothing runs."""
 
@@ -255,6 +259,7 @@ class Run(Iterator[Event]):
                 if self._ended or not (running or self._idle()):
                     break
                 if not running:
+                    yield from map(Progress, self._saving())
                     continue
                 reading = self._reading and self._reading.sequence
                 self._setup.make_room(running, reading)
@@ -319,7 +324,7 @@ class Run(Iterator[Event]):
         if not self.live:
             self._ask(waits=True)
             self._join(patiently=True)
-        elif working := [one.saved.work for one in self._saving() if one.saved]:
+        elif working := [one.active.saved.work for one in self._saving() if one.active.saved]:
             wait(working, _LOOKS_S, FIRST_COMPLETED)
             self._agree([], [])
         return bool(self.live)
@@ -389,7 +394,8 @@ class Run(Iterator[Event]):
         Args: `beside`: the sequences whose prompts are read in the same pass, if there are any.
         """
         for sequence in self._waiting():
-            others = len(self._running()) + len(self._saving()) + len(beside)
+            running = len(self._running()) + len(beside)
+            others = running + len(self._saving())
             if beside and not self._setup.reads_in_one_pass(beside, sequence):
                 return None
             if others >= self._most:
@@ -397,6 +403,9 @@ class Run(Iterator[Event]):
                 sequence.waits_for = f"{others} sequences are decoded together; {remedy}"
                 continue
             if self._short_of_memory and others:
+                return None
+            if (not running or sequence.order.contexts.save) and self._saves_since_now():
+                sequence.waits_for = "a context that is being written to the disk"
                 return None
             if others and self._setup.rotates_otherwise(sequence):
                 sequence.waits_for = (
@@ -410,6 +419,12 @@ class Run(Iterator[Event]):
                 continue
             return sequence
         return None
+
+    def _saves_since_now(self) -> bool:
+        """Whether a sequence has ended just now but for its context. All ranks call it, and get the same."""
+        saving, now = self._saving(), self._system.clock()
+        just_now = any(now - one.since < _SOON_S for one in saving)
+        return bool(saving) and bool(self._target.ranks.least([int(just_now)])[0])
 
     def _read(self, sequence: BatchSequence, share: float) -> None:
         """Records the share of a prompt that is read, and reports it."""
@@ -511,10 +526,13 @@ class Run(Iterator[Event]):
 
     def _leave(self, sequence: BatchSequence) -> None:
         """Ends a sequence. If a context of it must still be written, it ends when that is done, so that no other waits
-        for the disk. A failed one ends at once: no other may share what it has computed."""
+        for the disk. No other shares what a failed one has computed."""
         saved = sequence.saved
-        if saved and not (self._alone or sequence.failure or saved.settled()):
-            sequence.state = "saving"
+        if saved and not (self._alone or saved.settled()):
+            if sequence.state != "saving":
+                sequence.state, sequence.since = "saving", self._system.clock()
+            if sequence.failure:
+                self._setup.forget(sequence)
             return
         sequence.state, self._short_of_memory = "ended", False
         self._finish_saving(sequence)

@@ -160,19 +160,23 @@ class SequenceSetup:
         Args: `alike` is whether it failed on all ranks. Otherwise, kept caches may differ between ranks, so they are
             dropped too.
         """
-        self._models.kept.forget(sequence.context)
+        self.forget(sequence)
         if not alike:
             self._models.kept.forget_all()
+
+    def forget(self, sequence: BatchSequence) -> None:
+        """Drops the full cache of a sequence, so that no other shares it."""
+        self._models.kept.forget(sequence.context)
 
     def leave(self, sequence: BatchSequence, *, last: bool) -> None:
         """Keeps the full cache of a sequence that ends. That of a failed sequence is dropped: its values may not be
         finite, and some layers may hold more tokens than others.
 
-        Args: `last` is whether no other sequence runs. Then the drafting caches stay too, until another sequence
+        Args: `last` is whether no other sequence has caches. Then the drafting caches stay too, until another sequence
             begins, unless they were never filled or have states.
         """
         if sequence.failure:
-            self._models.kept.forget(sequence.context)
+            self.forget(sequence)
         else:
             active, draft = sequence.active, self._models.draft
             # States include all tokens so far.

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Collection, Generator, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -30,6 +31,9 @@ from .segments.state_rows import empty_rows, from_rows
 from .store import ContextStore, SavedPrefix, damaged
 
 T = TypeVar("T")
+
+_AT_ONCE_S = 0.005
+"""Seconds that a thread is waited for at once: a step of the caller's own would take longer."""
 
 _READERS = max(4, min(8, os.cpu_count() or 1))
 """Threads that read segments, check them, and unpack packed keys and values."""
@@ -89,10 +93,11 @@ class ContextUse:
         # A text that is saved under the name of its beginning must continue from the saved keys and values of this
         # beginning. Otherwise the segments of one context would come from two different computations.
         if prefix and (not full.length or (order and order.directory == prefix.directory)):
-            with self._store.in_use(prefix.name):
+            with ExitStack() as using:
+                yield from self._in_thread(partial(using.enter_context, self._store.in_use(prefix.name)))
                 self.restored = yield from self._restore(prefix, full)
         elif prefix:
-            self._store.note_use(prefix.name)
+            yield from self._in_thread(partial(self._store.note_use, prefix.name))
         if order:
             self._saver = yield from self._start_saving(order)
 
@@ -147,8 +152,8 @@ class ContextUse:
             if saver:
                 saver.finish(together)
         finally:
-            self._thread.shutdown()  # it may still prepare what this run does not save any more
-            self._held.close()
+            with self._held:
+                self._thread.shutdown()  # it may still prepare what this run does not save any more
         if saver and self._order and saver.failure:
             failure = _not_saved(self._order, saver.failure)
             if together and self._order.required:
@@ -187,7 +192,7 @@ class ContextUse:
         full.restored(good, computed_with)
         full.rollback(wanted)
         if wanted:
-            self._store.note_use(prefix.name)
+            yield from self._in_thread(partial(self._store.note_use, prefix.name))
             self._name_arithmetic(prefix.name, computed_with, arithmetic(full.blocks.device.type))
         return wanted
 
@@ -291,9 +296,12 @@ class ContextUse:
     def _result(self, work: Future[T]) -> Generator[Future[Any], None, T]:
         """Waits for a part of the restoring, and returns its result. Several ranks wait without any steps: one may have
         to repeat a read that the others need not."""
-        while self._ranks.size == 1 and not work.done():
+        while self._ranks.size == 1 and wait([work], _AT_ONCE_S).not_done:
             yield work
         return work.result()
+
+    def _in_thread(self, act: Callable[[], T]) -> Generator[Future[Any], None, T]:
+        return self._result(self._thread.submit(act))
 
     def _done_by_all(self, work: Future[Any]) -> bool:
         return bool(self._ranks.least([work.done()])[0])
@@ -313,12 +321,9 @@ class ContextUse:
             yield self._preparing
         prepared, self._preparing = self._preparing.result(), None
         failure, kept, later = self._ranks.share(prepared, patiently=True)
-        probe = order.directory / f".{order.salt}.probe"
-        if not failure and not self._ranks.least([probe.exists()], patiently=True)[0]:
+        there = _probe(order).exists()
+        if not failure and not self._ranks.least([there], patiently=True)[0]:
             failure = f"{self._store.root} is not the same directory on all machines; TRIFORCE_HOME must be shared"
-        if self._ranks.rank == 0:
-            with suppress(OSError):  # without a directory there is no probe
-                probe.unlink()
         if failure and order.required:
             raise ContextError(failure)
         if failure:
@@ -333,13 +338,18 @@ class ContextUse:
             return "", [], []
         try:
             self._held.enter_context(self._store.locked(order.directory.name))
+            self._held.callback(self._remove_probe, order)
             own = self._own_segments(order)
             self._make_room(order)
             kept = self._kept_segments(order, own)
-            (order.directory / f".{order.salt}.probe").touch(0o600)
+            _probe(order).touch(0o600)
         except (ContextError, OSError) as error:
             return str(error), [], []
         return "", kept, own[len(kept) :]
+
+    def _remove_probe(self, order: SaveOrder) -> None:
+        with suppress(OSError):  # the next run that saves under this name removes it
+            self._store.disk.remove(_probe(order))
 
     def _own_segments(self, order: SaveOrder) -> list[Segment]:
         """The segments of this text that are saved under its name. Also removes files that killed runs left.
@@ -476,6 +486,11 @@ def _opened(
                     said = ContextError(f"the context {prefix.name!r} was removed meanwhile")
                 raise _Damage(segment.first, said) from error
             yield _OpenFile(segment, file, part.file, heads)
+
+
+def _probe(order: SaveOrder) -> Path:
+    """The file by which ranks see that they have the same directory."""
+    return order.directory / f".{order.salt}.probe"
 
 
 def _not_saved(order: SaveOrder, failure: str) -> str:

@@ -84,10 +84,13 @@ class Client:
         return self.ask("POST", COMPLETION, {"prompt": prompt, "temperature": 0, "max_tokens": 10, **fields})
 
     def upload(self, name: str, text: str, **fields: str) -> Reply:
-        parts = [f'name="{field}"\r\n\r\n{value}' for field, value in {"name": name, **fields}.items()]
-        parts.append(f'name="file"; filename="a.txt"\r\nContent-Type: text/plain\r\n\r\n{text}')
-        body = "".join(f"--edge\r\nContent-Disposition: form-data; {part}\r\n" for part in parts) + "--edge--\r\n"
-        return self.ask("POST", "/v1/contexts", body.encode(), Content_Type="multipart/form-data; boundary=edge")
+        body, kind = _form(name, text, **fields)
+        return self.ask("POST", "/v1/contexts", body, Content_Type=kind)
+
+    def connect_to_upload(self, name: str, text: str) -> http.client.HTTPConnection:
+        """As `upload`, without reading the answer."""
+        body, kind = _form(name, text)
+        return self.connect("POST", "/v1/contexts", body, Content_Type=kind)
 
     def metrics(self) -> dict[str, float]:
         """Those without labels, by name."""
@@ -216,3 +219,11 @@ def flags(options: dict[str, Any]) -> list[object]:
     for name, value in options.items():
         found += [f"--{name.replace('_', '-')}", *([] if value is True else [value])]
     return found
+
+
+def _form(name: str, text: str, **fields: str) -> tuple[bytes, str]:
+    """The form by which a text is uploaded, and its type."""
+    parts = [f'name="{field}"\r\n\r\n{value}' for field, value in {"name": name, **fields}.items()]
+    parts.append(f'name="file"; filename="a.txt"\r\nContent-Type: text/plain\r\n\r\n{text}')
+    body = "".join(f"--edge\r\nContent-Disposition: form-data; {part}\r\n" for part in parts) + "--edge--\r\n"
+    return body.encode(), "multipart/form-data; boundary=edge"

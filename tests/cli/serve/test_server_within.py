@@ -1,9 +1,12 @@
 """A server from within: its limits, lowered, and what it says when something here fails."""
 
 import os
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from hooked_disk import HookedDisk
 from served_within import serving_within
 from triforce.cli.serve import run
 from triforce.cli.serve.answering import jobs
@@ -215,3 +218,31 @@ def test_a_verification_ends_as_the_server_stops(with_book, monkeypatch):
 
     reply, _ = with_book.at_once(lambda: with_book.upload("book", BOOK), stop)
     assert reply.status == 503 and reply.json["error"]["code"] == "stopping"
+
+
+def test_a_text_whose_client_has_left_is_taken_again_though_the_disk_stood_still(pair, monkeypatch, tmp_path):
+    """The first one has the name until the disk goes on; others are answered meanwhile."""
+    monkeypatch.setenv("TRIFORCE_HOME", str(tmp_path))
+    stands, goes_on = threading.Event(), threading.Event()
+
+    def hook(kind, *_):
+        if kind == "sync" and not stands.is_set():
+            stands.set()
+            assert goes_on.wait(30)
+
+    with serving_within(pair) as server:
+        engine = server.worker.engine
+        assert engine and engine.contexts
+        _ = engine.contexts.fingerprint
+        engine.contexts.store.disk = HookedDisk(hook)
+        text = "It was a long and rainy day. " * 8
+        with ThreadPoolExecutor(1) as pool:
+            connection = server.connect_to_upload("book", text)
+            assert stands.wait(30)
+            connection.close()
+            again = pool.submit(server.upload, "book", text)
+            assert [server.complete().status for _ in range(3)] == [200] * 3
+            assert not again.done()
+            goes_on.set()
+            assert again.result(30).status == 201
+        assert [one["name"] for one in server.ask("GET", "/v1/contexts").json["data"]] == ["book"]

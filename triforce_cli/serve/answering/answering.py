@@ -236,10 +236,12 @@ class Answering:
 
     def _may_join(self, work: Job | Upload) -> bool:
         """Whether a piece of work may join the run now. Texts that are read join one at a time, because several of the
-        same name would conflict. If a grammar is no longer compiled, it is first compiled again beside the answers,
-        which may take a second."""
+        same name would conflict; one that nobody wants any more counts until its last write is done. If a grammar is
+        no longer compiled, it is first compiled again beside the answers, which may take a second."""
         if isinstance(work, Upload):
-            return not any(isinstance(task.owner, Upload) for task in self._tasks)
+            run = self._session and self._session.run
+            left = [sequence.tag for sequence in run.live if sequence.tag] if run else []
+            return not any(isinstance(task.owner, Upload) for task in [*self._tasks, *left])
         grammar, grammars = work.prompts[0].grammar, self._engine.grammars
         if grammar is None or grammars is None:
             return True
