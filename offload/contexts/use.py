@@ -338,7 +338,7 @@ class ContextUse:
             return "", [], []
         try:
             self._held.enter_context(self._store.locked(order.directory.name))
-            self._held.callback(self._remove_probe, order)
+            self._held.callback(_remove_probe, order)
             own = self._own_segments(order)
             self._make_room(order)
             kept = self._kept_segments(order, own)
@@ -346,10 +346,6 @@ class ContextUse:
         except (ContextError, OSError) as error:
             return str(error), [], []
         return "", kept, own[len(kept) :]
-
-    def _remove_probe(self, order: SaveOrder) -> None:
-        with suppress(OSError):  # the next run that saves under this name removes it
-            self._store.disk.remove(_probe(order))
 
     def _own_segments(self, order: SaveOrder) -> list[Segment]:
         """The segments of this text that are saved under its name. Also removes files that killed runs left.
@@ -491,6 +487,11 @@ def _opened(
 def _probe(order: SaveOrder) -> Path:
     """The file by which ranks see that they have the same directory."""
     return order.directory / f".{order.salt}.probe"
+
+
+def _remove_probe(order: SaveOrder) -> None:
+    with suppress(OSError):  # the next run that saves under this name removes it
+        _probe(order).unlink(missing_ok=True)
 
 
 def _not_saved(order: SaveOrder, failure: str) -> str:
