@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -71,12 +71,12 @@ def _owners(connections: Sequence[Ends]) -> list[int | None]:
     """For each connection, the account that `Owners.owner_of` returns."""
     found: dict[Ends, int | None] = {}
     for _ in range(_READINGS):
-        tables = {table: _rows(table) for table in _TABLES}
-        for one in connections:
-            if one not in found and (owner := _owner_in(tables, one)) is not None:
-                found[one] = None if _stands_for_others(owner) else owner
-        if all(one in found for one in connections):
-            break
+        for table in _TABLES:
+            left = [one for one in connections if one not in found]
+            rows = _rows(table) if left else ""  # reading a table takes milliseconds, and most are in the first
+            for one in left:
+                if (owner := _owner_in(table, rows, one)) is not None:
+                    found[one] = None if _stands_for_others(owner) else owner
     return [found.get(one) for one in connections]
 
 
@@ -88,15 +88,11 @@ def _rows(table: str) -> str:
         return ""
 
 
-def _owner_in(tables: Mapping[str, str], connection: Ends) -> int | None:
-    """The owner of the other end, according to these tables."""
+def _owner_in(table: str, rows: str, connection: Ends) -> int | None:
+    """The owner of the other end, according to the rows of a table."""
     ours, theirs = connection
-    for table, rows in tables.items():
-        local, remote = _word(theirs, table), _word(ours, table)
-        owner = None if local is None or remote is None else _owner_of_row(rows, f" {local} {remote} ")
-        if owner is not None:
-            return owner
-    return None
+    local, remote = _word(theirs, table), _word(ours, table)
+    return None if local is None or remote is None else _owner_of_row(rows, f" {local} {remote} ")
 
 
 def _owner_of_row(rows: str, ends: str) -> int | None:

@@ -11,6 +11,7 @@ from served_within import serving_within
 from triforce.cli.serve import run
 from triforce.cli.serve.answering import jobs
 from triforce.cli.serve.answering.answering import Answering
+from triforce.cli.serve.answering.arrivals import Arrivals
 from triforce.cli.serve.http_limits import ServerLimits
 from triforce.cli.terminal.stopping import Signals
 from triforce.offload import Run
@@ -246,3 +247,50 @@ def test_a_text_whose_client_has_left_is_taken_again_though_the_disk_stood_still
             goes_on.set()
             assert again.result(30).status == 201
         assert [one["name"] for one in server.ask("GET", "/v1/contexts").json["data"]] == ["book"]
+
+
+@pytest.mark.parametrize(
+    ("others", "waited"),
+    [
+        ({}, 0.0),
+        ({-0.02: 0.005}, 0.005),  # it arrived 20 ms ago, and is in the queue 5 ms later
+        ({-0.01: 0.008, 0.004: 0.012}, 0.012),
+        ({-10.0: 5.0}, 0.0),  # it stalls
+        ({-0.01: 5.0}, 0.02),
+        ({when / 100: 5.0 for when in range(100)}, 0.03),  # one comes after the other
+    ],
+)
+def test_an_idle_engine_waits_a_moment_for_requests_that_have_just_arrived(others, waited):
+    """Args: `others`: when each arrives, and is in the queue."""
+    now = 0.0
+
+    def sleep(seconds):
+        nonlocal now
+        now += seconds
+        come()
+
+    def come():
+        for arrives, queued in others.items():
+            if arrives in left and arrives <= now:
+                left.remove(arrives)
+                arrivals._since[arrives] = arrives
+            if queued <= now:
+                arrivals.drop(arrives)
+
+    left, arrivals = set(others), Arrivals(lambda: now, sleep)
+    come()
+    arrivals.wait()
+    assert now == pytest.approx(waited, abs=0.0004)
+
+
+def test_no_request_counts_as_arriving_once_its_prompt_is_made_or_refused(pair):
+    with serving_within(pair, limits={"body_bytes": 4000}) as server:
+        assert (
+            server.complete().status == server.complete(stream=True).status == server.upload("a", "A text.").status - 1
+        )
+        assert server.complete("x" * 5000).status == 413 and server.complete(max_tokens=-1).status == 400
+        server.wait_for(lambda: not server.worker.arrivals)
+        connection = server.connect("POST", COMPLETION, {"prompt": "It", "max_tokens": 300, "stream": True})
+        connection.getresponse().read(10)
+        assert not server.worker.arrivals, "it is being answered"
+        connection.close()

@@ -19,6 +19,7 @@ from ...session.request_prompt import request_task
 from ...session.response import AnswerEnd, Timings
 from ...session.session import Event, Failed, Finished, Session, Task, Written
 from ...session.wire import BodyError
+from .arrivals import Arrivals
 from .fair_queue import FairQueue
 from .jobs import Check, Complete, Job, Piece, Progress, Saved, Upload
 from .metrics import Metrics
@@ -55,6 +56,7 @@ class Answering:
         engine: Engine,
         tokenizer: Tokenizer,
         queue: FairQueue[Job | Upload],
+        arrivals: Arrivals,
         metrics: Metrics,
         note: Callable[[str], None],
         *,
@@ -63,12 +65,13 @@ class Answering:
         cut_by: Callable[[], BodyError | None],
     ) -> None:
         """Args:
+        arrivals: the requests that are not in the queue yet.
         note: prints a note for people.
         most: maximum number of answers that are written at a time.
         cut_by: returns the error for all waiting requests if everything must end now, otherwise `None`.
         """
         self._engine, self._tokenizer, self._metrics, self._note = engine, tokenizer, metrics, note
-        self._queue = queue
+        self._queue, self._arrivals = queue, arrivals
         self._most, self._save_prompts, self._cut_by = most, save_prompts, cut_by
         self._session: Session | None = None
         self.broken = False
@@ -165,6 +168,8 @@ class Answering:
             found = self._queue.next() if waits else self._queue.pop(self._may_join)
             if found is None:
                 return None
+            if waits and not isinstance(found, Upload):
+                self._arrivals.wait()
             if found.abandoned:
                 continue
             try:

@@ -15,6 +15,7 @@ from ...session.open import ROOM, load_engine
 from ...session.wire import BodyError
 from ..options import ServeOptions
 from .answering import Answering
+from .arrivals import Arrivals
 from .fair_queue import FairQueue
 from .jobs import Job, Upload, engine_failed, queue_full, rank_ended, stopping
 from .metrics import Metrics
@@ -35,6 +36,8 @@ class Worker:
         self.queue: FairQueue[Job | Upload] = FairQueue(
             options.max_queue, lambda work: work.begin(), lambda work: work.fail(queue_full())
         )
+        self.arrivals = Arrivals()
+        """The requests that are not in the queue yet."""
         self.state: State = "loading"
         self._changing = threading.Lock()  # the state, which other threads change too
         self.engine: Engine | None = None
@@ -120,7 +123,7 @@ class Worker:
         """
         options = self._options
         self._answering = Answering(
-            engine, tokenizer, self.queue, self._metrics, self._note,
+            engine, tokenizer, self.queue, self.arrivals, self._metrics, self._note,
             most=options.max_sequences, save_prompts=options.save_prompts, cut_by=lambda: self._cut_by,
         )  # fmt: skip
         while True:

@@ -70,7 +70,7 @@ def make_app(service: Service, access: Access, metrics: Metrics, log: Callable[[
     for kind in (BodyError, HTTPException, Exception):
         app.add_exception_handler(kind, known)
     app.add_exception_handler(ClientDisconnect, nobody_waits)
-    return Gate(app, access, metrics, route_of, log, service.hidden, service.limits)
+    return Gate(app, access, metrics, route_of, log, service.hidden, service.limits, service.worker.arrivals)
 
 
 def route_of(path: str) -> str:

@@ -21,6 +21,7 @@ from ...session.anthropic import ENDPOINTS, message_error
 from ...session.response import error_body
 from ...session.wire import CHAT, COMPLETION, BodyError
 from ..access import Access
+from ..answering.arrivals import Arrivals
 from ..answering.jobs import as_body_error
 from ..answering.metrics import Metrics
 from ..http_limits import ServerLimits
@@ -86,10 +87,10 @@ class Body:
     """The memory of one request: its body while it arrives, and until its prompt is made. Then its answer, if that is
     not streamed, until all except the last piece of it was read."""
 
-    def __init__(self, receive: Receive, held: Held, client: str, limits: ServerLimits) -> None:
+    def __init__(self, receive: Receive, held: Held, client: str, limits: ServerLimits, arrivals: Arrivals) -> None:
         self.client = client
         """The client of the request, see `Access.client`."""
-        self._receive, self._held, self._limits = receive, held, limits
+        self._receive, self._held, self._limits, self._arrivals = receive, held, limits, arrivals
         self._began = time.monotonic()
         self._come = self._counted = 0  # bytes
         self._is_whole = False
@@ -145,7 +146,8 @@ class Body:
         self._held.add(self.client, num_bytes, answer=True)
 
     def release(self) -> None:
-        """Notes that nothing is held any more."""
+        """Notes that nothing is held any more: the prompt is made, or will not be."""
+        self._arrivals.drop(self)
         self._held.drop(self.client, self._counted)
         self._counted = 0
 
@@ -167,14 +169,16 @@ class Gate:
         log: Callable[[str], None],
         hidden: Mapping[str, str],
         limits: ServerLimits,
+        arrivals: Arrivals,
     ) -> None:
         """Args:
         routes: returns the route of a path, for logs, because a path may contain anything.
         log: writes a line.
         hidden: the words that replace paths of this machine in messages, because clients must not see these paths.
+        arrivals: are told of requests.
         """
         self._app, self._access, self._metrics, self._routes, self._log = app, access, metrics, routes, log
-        self._hidden, self._limits = hidden, limits
+        self._hidden, self._limits, self._arrivals = hidden, limits, arrivals
         self._held = Held(limits)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -183,7 +187,9 @@ class Gate:
         began, status, noted = time.perf_counter(), GONE, dict[str, Any]()
         client = scope.get("client")
         whose = self._access.client(Headers(scope=scope), client)
-        body = Body(receive, self._held, whose, self._limits)
+        body = Body(receive, self._held, whose, self._limits, self._arrivals)
+        if scope["method"] == "POST":
+            self._arrivals.add(body)
         scope["triforce"], scope["triforce_body"] = noted, body
 
         async def noting_send(message: Message) -> None:
