@@ -97,7 +97,7 @@ class ContextUse:
                 yield from self._in_thread(partial(using.enter_context, self._store.in_use(prefix.name)))
                 self.restored = yield from self._restore(prefix, full)
         elif prefix:
-            yield from self._in_thread(partial(self._store.note_use, prefix.name))
+            self._store.note_use(prefix.name)
         if order:
             self._saver = yield from self._start_saving(order)
 
