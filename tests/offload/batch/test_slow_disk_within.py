@@ -64,6 +64,7 @@ def engine_of(model, tmp_path, still=None, **given):
         tmp_path / "store", segment_tokens=256, disk=HookedDisk(still.hook if still else lambda *_: None)
     )
     engine = Engine.load(model[0], store=store, **({"device": "cpu", "dtype": "float32", "budget": 64} | given))
+    assert engine.contexts
     _ = engine.contexts.fingerprint  # as a server does when it starts
     return engine
 
