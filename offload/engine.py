@@ -537,6 +537,11 @@ class Engine:
         return run
 
     @property
+    def reads_together(self) -> bool:
+        """Whether several prompts can be computed in one pass."""
+        return self._models.reads_together
+
+    @property
     def _models(self) -> Models:
         loaded = self.target, self.draft, self.settings, self._names
         return Models(*loaded, self._kept, self.contexts, self.grammars, self.system, self._locks_embedding)

@@ -35,8 +35,8 @@ from .sequence import BatchSequence, Round, kv_bytes_of
 from .sequence_setup import SequenceSetup
 
 _SOON_S = 2.0
-"""A sequence that could use the memory or the text of another one, which has ended but for its context, waits so many
-seconds until that is written."""
+"""For so many seconds a context that an ended sequence leaves to be written is waited for by sequences that could use
+this sequence's text, and by all if nothing runs."""
 
 _LOOKS_S = 0.05
 """Seconds between two looks for further sequences while contexts are written and nothing runs."""
@@ -44,7 +44,7 @@ _LOOKS_S = 0.05
 
 @dataclass(frozen=True)
 class Progress:
-    """The event that some slices of a sequence's prefill are done."""
+    """The event that some slices of a sequence's prefill are done, or that only its context must still be written."""
 
     sequence: BatchSequence
 
@@ -404,7 +404,7 @@ class Run(Iterator[Event]):
                 continue
             if self._short_of_memory and others:
                 return None
-            if (not running or sequence.order.contexts.save) and self._saves_since_now():
+            if (not running or sequence.order.contexts.save) and self._waits_for_saving(sequence, running=running > 0):
                 sequence.waits_for = "a context that is being written to the disk"
                 return None
             if others and self._setup.rotates_otherwise(sequence):
@@ -420,11 +420,18 @@ class Run(Iterator[Event]):
             return sequence
         return None
 
-    def _saves_since_now(self) -> bool:
-        """Whether a sequence has ended just now but for its context. All ranks call it, and get the same."""
+    def _waits_for_saving(self, sequence: BatchSequence, *, running: bool) -> bool:
+        """Whether a sequence waits for others, which have just ended but for their contexts. All ranks call it, and get
+        the same.
+
+        Args: `running` is whether other sequences run. Then only a text that it could use is waited for.
+        """
         saving, now = self._saving(), self._system.clock()
-        just_now = any(now - one.since < _SOON_S for one in saving)
-        return bool(saving) and bool(self._target.ranks.least([int(just_now)])[0])
+        if not saving:
+            return False
+        new = [one for one in saving if now - one.since < _SOON_S]
+        waits = bool(new) and (not running or self._setup.could_use(sequence, new))
+        return bool(self._target.ranks.least([int(waits)])[0])
 
     def _read(self, sequence: BatchSequence, share: float) -> None:
         """Records the share of a prompt that is read, and reports it."""

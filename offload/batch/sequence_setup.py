@@ -74,6 +74,11 @@ class Models:
         """Whether tokens cannot depend on draft lengths and tiers."""
         return tokens_are_exact(self.target, self.settings.planned_chunk_size, self.padded)
 
+    @property
+    def reads_together(self) -> bool:
+        """Whether several prompts can be computed in one pass: each row is computed as it is by itself."""
+        return not self.padded and self.exact and bool(self.target.tiling.end_rows)
+
     def hardware(self, measured_link: float | None = None) -> Hardware:
         """See `hardware_of`."""
         device = self.target.device
@@ -240,10 +245,18 @@ class SequenceSetup:
         models.kept.others.add(sequence.active_or_none)
         sequence.statistics = replace(sequence.statistics, reused_tokens=full.length)
 
+    def could_use(self, sequence: BatchSequence, saving: Sequence[BatchSequence]) -> bool:
+        """Whether a prompt that is to be saved has many more tokens in common with one of the sequences `saving`, when
+        these have ended, than it can reuse now."""
+        kept, prefix = self._models.kept, sequence.order.contexts.prefix
+        _, shared = kept.find(sequence.context, whole=True)
+        alike, now = kept.common_lengths(sequence.context), max(shared, prefix.tokens if prefix else 0)
+        return any(alike.get(one.active.full, 0) > now + _WORTH_WAITING for one in saving)
+
     def reads_in_one_pass(self, opened: Sequence[BatchSequence], further: BatchSequence | None = None) -> bool:
         """Whether the unread tokens of these opened sequences, and of a further sequence that may not be opened, can be
         computed in one pass. Each row must be computed as it is by itself, within the planned memory of a prefill."""
-        if self._models.padded or not self._models.exact or not self.target.tiling.end_rows:
+        if not self._models.reads_together:
             return False
         rows = sum(len(one.context) - one.active.full.length for one in opened)
         if any(one.active.saved and one.active.saved.has_work(one.active.full) for one in opened):

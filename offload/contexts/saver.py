@@ -143,8 +143,12 @@ class Saver:
     def finish(self, together: bool) -> None:
         """See `ContextUse.finish`."""
         if together:
-            while not self.settled():
-                wait([self.writing or done()], _POLL_S)
+            try:
+                while not self.settled():
+                    wait([self.writing or done()], _POLL_S)
+            except BaseException:
+                self._deadline = 0.0  # else this rank's thread would wait for the files of one that has ended
+                raise
             return
         self._deadline = time.monotonic() + _PATIENCE_S
         if self.writing:

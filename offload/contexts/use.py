@@ -6,6 +6,7 @@ Every rank restores its own heads. The module `saver` writes what a run saves.
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, suppress
@@ -32,8 +33,8 @@ from .store import ContextStore, SavedPrefix, damaged
 
 T = TypeVar("T")
 
-_AT_ONCE_S = 0.005
-"""Seconds that a thread is waited for at once: a step of the caller's own would take longer."""
+_STEP_S = 0.005
+"""Seconds that threads are waited for in a step of restoring: a round of other sequences takes longer."""
 
 _READERS = max(4, min(8, os.cpu_count() or 1))
 """Threads that read segments, check them, and unpack packed keys and values."""
@@ -63,6 +64,7 @@ class ContextUse:
         self._thread = ThreadPoolExecutor(1)  # prepares to save, then writes segments
         self._preparing: Future[_Prepared] | None = None
         self._saver: Saver | None = None
+        self._step_ends = 0.0
         self._held = ExitStack()
         self.warnings: list[str] = []
         """What could not be restored or saved, or was computed with another arithmetic: one line for each."""
@@ -90,6 +92,7 @@ class ContextUse:
             ContextError: nothing can be saved, although saving is required.
         """
         prefix, order = self.prefix, self._order
+        self._step_ends = time.monotonic() + _STEP_S
         # A text that is saved under the name of its beginning must continue from the saved keys and values of this
         # beginning. Otherwise the segments of one context would come from two different computations.
         if prefix and (not full.length or (order and order.directory == prefix.directory)):
@@ -296,8 +299,9 @@ class ContextUse:
     def _result(self, work: Future[T]) -> Generator[Future[Any], None, T]:
         """Waits for a part of the restoring, and returns its result. Several ranks wait without any steps: one may have
         to repeat a read that the others need not."""
-        while self._ranks.size == 1 and wait([work], _AT_ONCE_S).not_done:
+        while self._ranks.size == 1 and wait([work], max(0.0, self._step_ends - time.monotonic())).not_done:
             yield work
+            self._step_ends = time.monotonic() + _STEP_S
         return work.result()
 
     def _in_thread(self, act: Callable[[], T]) -> Generator[Future[Any], None, T]:

@@ -195,6 +195,31 @@ def test_who_could_use_what_is_just_being_saved_waits_for_it(model, tmp_path):
     assert ended[1].statistics.token_ids == greedy_oracle(model[1], turns[1], 3)
 
 
+def test_who_saves_another_text_does_not_wait(model, tmp_path):
+    still = Still(SYNCS)
+    engine = engine_of(model, tmp_path, still)
+    asked = [Request(ONE, GREEDY, 1500, ignore_eos=True, tag="beside")]
+    asked += [Request(TWO, GREEDY, 3, ignore_eos=True, contexts=ContextRequest(save="two"), tag="first")]
+    other = [Request(THREE, GREEDY, 3, ignore_eos=True, contexts=ContextRequest(save="three"), tag="other")]
+    ended = []
+
+    def more(waits):
+        if other and any(one.state == "saving" for one in run.live):
+            return other.pop()
+        return asked.pop(0) if asked else None
+
+    run = engine.run(more)
+    for event in run:
+        assert not any(one.waits_for for one in run.live)
+        if isinstance(event, Ended):
+            ended.append(event.sequence)
+            if len(ended) == 2:
+                run.end_all()
+        elif isinstance(event, Tokens) and event.sequence.tag == "other":
+            still.go_on()
+    assert not still.late and {(one.tag, one.error) for one in ended} == {("first", None), ("other", None)}
+
+
 def test_who_waits_for_memory_that_a_saved_text_still_takes_does_not_fail(model, tmp_path):
     still, waited = Still(SYNCS), []
 

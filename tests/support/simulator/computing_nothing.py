@@ -27,6 +27,12 @@ class ComputingNothing(TorchDispatchMode):
     """Within, operations on larger tensors are not computed. It is entered before a simulator, which then counts what
     it gives."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        # What an operation gives, without memory, by all that this depends on: layers and rounds repeat operations.
+        # `None` of views.
+        self._results: dict[object, Any] = {}
+
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         """See `Operations`."""
@@ -48,21 +54,18 @@ class ComputingNothing(TorchDispatchMode):
         if given and small and not kind.name.startswith("new_"):
             return func(*args, **kwargs)
         alike = id(func), _alike(args), _alike(tuple(kwargs.items()))
-        if alike not in _RESULTS:
+        if alike not in self._results:
             described = tree_map_only(Tensor, _described, (args, kwargs))
             makes = any(argument.name == "device" for argument in func._schema.arguments)
             options = described[1] | ({"device": "meta"} if makes else {})
             result = func(*described[0], **options)
             known = {x.untyped_storage()._cdata for x in _tensors(tree_leaves(described))}
-            _RESULTS[alike] = None if all(x.untyped_storage()._cdata in known for x in _tensors([result])) else result
-        if (result := _RESULTS[alike]) is None:
+            self._results[alike] = (
+                None if all(x.untyped_storage()._cdata in known for x in _tensors([result])) else result
+            )
+        if (result := self._results[alike]) is None:
             return func(*args, **kwargs)
         return tree_map_only(Tensor, _unwritten, result)
-
-
-_RESULTS: dict[object, Any] = {}
-"""What an operation gives, without memory, by all that this depends on: layers and rounds repeat operations. `None` of
-views."""
 
 
 def _alike(given: Any) -> object:

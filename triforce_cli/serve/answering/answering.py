@@ -168,7 +168,7 @@ class Answering:
             found = self._queue.next() if waits else self._queue.pop(self._may_join)
             if found is None:
                 return None
-            if waits and not isinstance(found, Upload):
+            if waits and self._most > 1 and self._engine.reads_together and not isinstance(found, Upload):
                 self._arrivals.wait()
             if found.abandoned:
                 continue

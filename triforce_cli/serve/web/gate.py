@@ -19,13 +19,16 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ...session.anthropic import ENDPOINTS, message_error
 from ...session.response import error_body
-from ...session.wire import CHAT, COMPLETION, BodyError
+from ...session.wire import CHAT, COMPLETION, MESSAGES, BodyError
 from ..access import Access
 from ..answering.arrivals import Arrivals
 from ..answering.jobs import as_body_error
 from ..answering.metrics import Metrics
 from ..http_limits import ServerLimits
 from .connection import owner
+
+_ANSWERED = (CHAT, COMPLETION, MESSAGES)
+"""The endpoints whose requests an idle engine waits for, see `Arrivals`."""
 
 _UNFINISHED = ("body_too_long", "body_too_slow", "too_much_held", "disk_full")
 """Codes of errors after which the rest of a body may still arrive. Nobody reads it, so the connection is closed."""
@@ -188,7 +191,7 @@ class Gate:
         client = scope.get("client")
         whose = self._access.client(Headers(scope=scope), client)
         body = Body(receive, self._held, whose, self._limits, self._arrivals)
-        if scope["method"] == "POST":
+        if scope["method"] == "POST" and scope["path"] in _ANSWERED:
             self._arrivals.add(body)
         scope["triforce"], scope["triforce_body"] = noted, body
 
