@@ -113,12 +113,11 @@ class Reading:
 
         Args: `waits` is whether to wait a moment for this thread.
         """
-        began, done, whole, changes, pause = self._system.clock(), 0, False, False, None
+        began, done, whole, pause = self._system.clock(), 0, False, False
         try:
-            while done != count and not changes:
+            while done != count and not pause:
                 pause = next(self._slices)
                 done += 1
-                changes = pause is not False
                 if waits and isinstance(pause, Future):
                     wait([pause], _CHECKS_S)
         except StopIteration as end:
@@ -132,7 +131,7 @@ class Reading:
         self._granted_s -= spent
         if done:
             self._slice_s, self._last = spent / done, done
-        if changes:
+        if pause:
             kept = 0.0 if isinstance(pause, Future) else self._granted_s  # time that passes while it waits is lost
             self._slice_s, self._granted_s = None, max(kept, 0.0)
         return whole

@@ -60,9 +60,8 @@ class ComputingNothing(TorchDispatchMode):
             options = described[1] | ({"device": "meta"} if makes else {})
             result = func(*described[0], **options)
             known = {x.untyped_storage()._cdata for x in _tensors(tree_leaves(described))}
-            self._results[alike] = (
-                None if all(x.untyped_storage()._cdata in known for x in _tensors([result])) else result
-            )
+            only_views = all(x.untyped_storage()._cdata in known for x in _tensors([result]))
+            self._results[alike] = None if only_views else result
         if (result := self._results[alike]) is None:
             return func(*args, **kwargs)
         return tree_map_only(Tensor, _unwritten, result)

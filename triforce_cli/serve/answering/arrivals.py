@@ -13,6 +13,7 @@ _NEW_S = 0.03
 """For so many seconds an arrived request is waited for. It also limits how long the first one in the queue waits."""
 
 _LOOKS_S = 0.0002
+"""Seconds between two looks whether they are in the queue."""
 
 
 class Arrivals:
