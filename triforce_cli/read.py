@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -177,7 +178,7 @@ def _read(options: ReadOptions, name: str, text: str, directory: Path, json_file
     engine.close()
 
 
-def _report_start(engine: Engine, contexts: ModelContexts, name: str, token_ids: list[int], missing: int) -> None:
+def _report_start(engine: Engine, contexts: ModelContexts, name: str, token_ids: Sequence[int], missing: int) -> None:
     """Prints how much will be read and written, and approximately how long it takes."""
     from ..offload.contexts.estimate import reading_seconds
 

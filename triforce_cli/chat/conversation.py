@@ -30,7 +30,7 @@ class Piece:
 
     text: str
     """The rendered text; content in it went through `Tokenizer.as_content`."""
-    token_ids: list[int]
+    token_ids: Sequence[int]
 
 
 @dataclass(frozen=True)

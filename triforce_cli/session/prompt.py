@@ -9,6 +9,7 @@ content: names of control tokens in them stay text (`Tokenizer.as_content`).
 from __future__ import annotations
 
 import secrets
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -52,7 +53,7 @@ class Prompt:
 class Context:
     """A text that questions are about, as token ids."""
 
-    token_ids: list[int]
+    token_ids: Sequence[int]
     frame: Frame
     """The text around it."""
     line_ends: str
@@ -89,7 +90,7 @@ class Context:
             ContextError: see `saved_text`.
         """
         token_ids, frame = saved_text(name, config)
-        return cls(token_ids, frame, line_ends_behind(tokenizer.decode(token_ids[-16:])), f"the context {name}")
+        return cls(token_ids, frame, line_ends_behind(tokenizer.decode(list(token_ids[-16:]))), f"the context {name}")
 
 
 def line_ends_behind(text: str) -> str:
@@ -97,7 +98,7 @@ def line_ends_behind(text: str) -> str:
     return "\n" * (2 - min(2, len(text) - len(text.rstrip("\n"))))
 
 
-def saved_text(name: str, config: ModelConfig) -> tuple[list[int], Frame]:
+def saved_text(name: str, config: ModelConfig) -> tuple[array[int], Frame]:
     """The ids of a saved context, and the frame of its text.
 
     Raises:
@@ -122,7 +123,7 @@ def saved_text(name: str, config: ModelConfig) -> tuple[list[int], Frame]:
 
 
 @lru_cache(maxsize=1)
-def _token_ids(root: Path, name: str, created: float, saved: int) -> tuple[list[int], int]:
+def _token_ids(root: Path, name: str, created: float, saved: int) -> tuple[array[int], int]:
     """The ids of a saved context and the largest of them, cached for the next question about it.
 
     Args:
@@ -130,7 +131,7 @@ def _token_ids(root: Path, name: str, created: float, saved: int) -> tuple[list[
     """
     from ...offload.contexts.store import ContextStore
 
-    token_ids = ContextStore(root).token_ids(name)
+    token_ids = array("i", ContextStore(root).token_ids(name))
     return token_ids, max(token_ids)
 
 
@@ -217,7 +218,8 @@ class QuestionForm:
         if context is None:
             return Prompt(tokenizer.encode(self.render(exchanges, question), self.begins_text), True, self.stops)
         rest = encode_behind(self.split_around_text(exchanges, question)[1], tokenizer)
-        return Prompt([*context.token_ids, *rest], True, self.stops, len(context.token_ids))
+        token_ids = array("i", context.token_ids) + array("i", rest)  # takes a hundredth of the time of a list
+        return Prompt(token_ids, True, self.stops, len(context.token_ids))
 
 
 def encode_behind(text: str, tokenizer: Tokenizer) -> list[int]:
@@ -360,7 +362,7 @@ def long_prompt(source: Source, tokenizer: Tokenizer, config: ModelConfig, token
         ContextError: see `saved_text`.
     """
     if source.context is not None:
-        token_ids = again = saved_text(source.context, config)[0]
+        token_ids = again = saved_text(source.context, config)[0].tolist()
     else:
         content = tokenizer.as_content(source.text)
         token_ids, again = tokenizer.encode(content, True), tokenizer.encode(content, False)

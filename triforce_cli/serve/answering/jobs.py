@@ -147,7 +147,7 @@ class Upload(_Work):
     """A text that is to be read and saved."""
 
     name: str
-    token_ids: list[int]
+    token_ids: Sequence[int]
     frame: Frame
     wants_progress: bool = field(default=True, init=False)
     """See `Job`."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-import threading
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -12,6 +10,7 @@ from ....tp.weights.tokenizer import Tokenizer
 from ...session.wire import BodyError
 from ..http_limits import ServerLimits
 from .lane import Lane
+from .time_limit import TimeLimit, TimeUp
 
 T = TypeVar("T")
 
@@ -26,6 +25,7 @@ class Preparing:
         """
         self._load, self._limits = load, limits
         self._short, self._long = Lane("prompts", most), Lane("long prompts", most)
+        self._rendering = TimeLimit(limits.render_s)
         self._tokenizers: dict[Lane, Tokenizer] = {}
 
     async def run(self, client: str, num_bytes: int, work: Callable[[Tokenizer], T]) -> T:
@@ -45,48 +45,27 @@ class Preparing:
         `why`."""
         self._short.close(why)
         self._long.close(why)
+        self._rendering.close()
 
     def _tokenizer_of(self, lane: Lane) -> Tokenizer:
         """The tokenizer of a thread. Only called in that thread."""
         if lane not in self._tokenizers:
             found = self._load()
-            render = _within(self._limits.render_s, found.render) if found.render else None
-            self._tokenizers[lane] = replace(found, render=render)
+            self._tokenizers[lane] = replace(found, render=self._limited(found.render) if found.render else None)
         return self._tokenizers[lane]
 
+    def _limited(self, render: Callable[..., str]) -> Callable[..., str]:
+        """Limits the time of a chat template for a text."""
 
-class _TimeUp(BaseException):
-    """The time for a chat template is over. Not an `Exception`, which would be taken for an error of the template."""
-
-
-def _within(seconds: float, render: Callable[..., str]) -> Callable[..., str]:
-    """Limits the time of a chat template, which is a program, for a text."""
-
-    def limited(*messages: Any, **arguments: Any) -> str:
-        thread, lock, over = ctypes.c_ulong(threading.get_ident()), threading.Lock(), False
-
-        def end() -> None:
-            with lock:
-                if not over:
-                    ctypes.pythonapi.PyThreadState_SetAsyncExc(thread, ctypes.py_object(_TimeUp))
-
-        timer = threading.Timer(seconds, end)
-        timer.daemon = True
-        try:
-            timer.start()
+        def limited(*messages: Any, **arguments: Any) -> str:
             try:
-                return render(*messages, **arguments)
-            finally:
-                timer.cancel()
-                with lock:
-                    over = True
-                    ctypes.pythonapi.PyThreadState_SetAsyncExc(thread, None)  # one that has not come yet
-        except _TimeUp:
-            raise BodyError(
-                f"the model's chat template takes more than {seconds:g} s for these messages; send fewer or shorter "
-                "ones",
-                "messages",
-                code="template_too_slow",
-            ) from None
+                return self._rendering.run(lambda: render(*messages, **arguments))
+            except TimeUp:
+                raise BodyError(
+                    f"the model's chat template takes more than {self._limits.render_s:g} s for these messages; send "
+                    "fewer or shorter ones",
+                    "messages",
+                    code="template_too_slow",
+                ) from None
 
-    return limited
+        return limited
