@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet
 
 from ...tp.decoder import Decoder
 from ...tp.errors import CapacityError
@@ -90,6 +90,9 @@ class KeptCache:
         self._link: Link | None = None
         self.drafting: DraftingCaches | None = None
         """The drafting caches of the sequence that ended last, until another sequence of its run is opened."""
+        self._asked: list[int] | None = None  # the prompt of the last `common_lengths`
+        # Of each text, by its list of tokens: how many tokens of its prompt were compared, how many are equal.
+        self._compared = WeakKeyDictionary[KnownText, tuple[list[int], int, int]]()
 
     @property
     def caches(self) -> list[FullCache]:
@@ -137,11 +140,16 @@ class KeptCache:
         most = reusable(prompt) if most is None else min(most, reusable(prompt))
         alike = self.common_lengths(prompt)
         texts = [text for text in self._texts if not (whole and (text.in_use or text.full.prefix))]
-        found = [
-            (self._shared(text, prompt, min(most, alike[text.full])), text.in_use, -text.full.length) for text in texts
-        ]
-        best = max(range(len(found)), key=found.__getitem__, default=None)
-        return (texts[best], found[best][0]) if best is not None and found[best][0] else (None, 0)
+        limits = [min(most, alike[text.full]) for text in texts]
+        best, found = None, (0, False, 0, 0)
+        for place in sorted(range(len(texts)), key=limits.__getitem__, reverse=True):
+            if limits[place] < found[0]:
+                break  # none of the others shares as many
+            text = texts[place]
+            this = self._shared(text, prompt, limits[place]), text.in_use, -text.full.length, -place
+            if this > found:
+                best, found = text, this
+        return (best, found[0]) if found[0] else (None, 0)
 
     def common_lengths(self, prompt: list[int]) -> dict[FullCache, int]:
         """For each known text, by its cache: the number of leading tokens that it has in common with a prompt. Tokens
@@ -153,12 +161,27 @@ class KeptCache:
             known, alike = compared.get(prefix, (0, 0)) if prefix else (0, 0)
             known = min(known, start)
             if alike >= known:
-                alike = common_length(text.tokens, prompt, known)
+                alike = self._common_length(text, prompt, known)
             found[text.full] = alike
             compared[text.full] = len(text.tokens), alike
             if prefix and known < start:
                 compared[prefix] = start, min(alike, start)
         return found
+
+    def _common_length(self, text: KnownText, prompt: list[int], known: int) -> int:
+        """`common_length` of a text and a prompt. Several calls for one prompt follow each other while it waits and is
+        opened. What was compared of the text's own prompt, which does not change, is not compared again."""
+        if self._asked is not prompt:
+            self._asked = prompt
+            self._compared.clear()
+        tokens, compared, alike = self._compared.get(text, (text.tokens, 0, 0))
+        if tokens is not text.tokens:
+            compared = alike = 0
+        if alike == compared:
+            alike = common_length(text.tokens, prompt, max(known, compared))
+            compared = min(text.prompt_tokens, len(text.tokens), len(prompt))
+            self._compared[text] = text.tokens, compared, min(alike, compared)
+        return alike
 
     def _shared(self, text: KnownText, prompt: list[int], most: int) -> int:
         """How many tokens of a prompt can be taken over from a text, of the `most` leading tokens in common."""
@@ -171,7 +194,7 @@ class KeptCache:
         tiling, lengths = self._decoder.tiling, (len(prompt), text.prompt_tokens)
         tokens, found = min(tokens, text.prompt_tokens), -1
         while tokens != found or tokens % full.chunk_size:
-            tokens -= tokens == found
+            tokens -= tokens % full.chunk_size if tokens == found else 0
             found = tiling.shareable(tokens, *lengths)
             tokens = full.reachable(found)
         return tokens
@@ -207,9 +230,9 @@ class KeptCache:
         elif text.full.prefix:
             streams = not text.full.prefix.all_on_device
             request = replace(request, shared=text.full.start, shared_streams=streams)
-        text = self._make_way(request, text, beside=False)
+        text, plan = self._make_way(request, text, beside=False)
         old = text and text.full
-        plan = self._plan(request, replaces=text)
+        plan = plan or self._plan(request, replaces=text)
         same = old and (shared or old.blocks.block_size == plan.placement.block_size)
         resident = 0
         if text and old and same and old.capacity >= request.context:
@@ -284,9 +307,9 @@ class KeptCache:
         superseded = takes_over(text, shared) and self.can_be_taken_over(text)
         prefix, start = self._prefix(text, shared, whole=superseded or whole) if text else (None, 0)
         request = replace(request, shared=start, shared_streams=prefix is not None and not prefix.all_on_device)
-        self._make_way(request, text, beside=True)
+        _, plan = self._make_way(request, text, beside=True)
         while True:
-            plan = self._plan(request, replaces=None, on_disk=False)
+            plan = plan or self._plan(request, replaces=None, on_disk=False)
             plan.check()
             try:
                 cache = self._make(plan, prefix=prefix)
@@ -296,6 +319,7 @@ class KeptCache:
                 if not droppable:
                     raise
                 self._drop(droppable[0])
+                plan = None
         if text and shared:
             cache.copy_from(text.full, shared)
         if superseded:
@@ -394,7 +418,9 @@ class KeptCache:
         built_on = {holder for one in droppable for holder in one.full.holders[:-1]}
         return next((one for one in droppable if one.full not in built_on), None)
 
-    def _make_way(self, request: RunRequest, text: KnownText | None, *, beside: bool) -> KnownText | None:
+    def _make_way(
+        self, request: RunRequest, text: KnownText | None, *, beside: bool
+    ) -> tuple[KnownText | None, RunPlan | None]:
         """Drops caches that are not needed, the least recently used first. It stops when the remaining ones change
         neither whether the run fits nor where its keys and values are placed. Every rank calls it.
 
@@ -402,26 +428,27 @@ class KeptCache:
 
         Returns:
             The text to take over: `text`, or, if it is `None`, a text whose memory the run can use as it is, if any.
+            And the run's plan, if it was made.
 
         Raises:
             CapacityError: even without all of these caches, there would be too little memory. None is dropped.
         """
         spare, on_disk = self._droppable(text), not beside
         if not spare:
-            return text
+            return text, None
         best = self._plan(request, replaces=None if beside else text, without=spare, on_disk=on_disk)
         if beside or not text or not (text.full.prefix or text.full.capacity >= request.context):
             best.check()  # else the text's cache is large enough
         while oldest := self._oldest(text):
             found = self._plan(request, replaces=None if beside else text, on_disk=on_disk)
             if self._is_as_good(found, best):
-                break
+                return text, found
             fits = oldest.full.capacity >= request.context and not oldest.full.prefix
             if text is None and fits and not beside:
                 text = oldest
             else:
                 self._drop(oldest)
-        return text
+        return text, None
 
     def _is_as_good(self, plan: RunPlan, best: RunPlan) -> bool:
         """Whether the caches of ended sequences can stay: `plan`, made with them, is as good as `best`, made without
@@ -597,9 +624,9 @@ class KeptCache:
         return found
 
     def _held_by_part(self) -> dict[str, int]:
-        """Bytes held on the device, by part. If the CPU computes, only those of the models: a plan needs no others."""
+        """Bytes held on the device, by part. If the CPU computes, only those of RoPE's tables: a plan needs no more."""
         if self._system.device_memory(self._decoder.device) is None:
-            return bytes_by_part(one for holder in (self._decoder, self._draft) if holder for one in holder.held())
+            return bytes_by_part(one for model in (self._decoder, self._draft) if model for one in model.rope.held())
         holders = self._decoder, self._draft, self, *self.others
         return bytes_by_part(one for holder in holders if holder for one in holder.held())
 

@@ -70,6 +70,7 @@ class ActiveSequence(TokenSequence):
     drafting_filled: bool = False
     """Whether the caches of the drafting tiers are filled. They are filled before the first round that may have
     drafts."""
+    _unallocated: tuple[tuple[int, bool], int] | None = None
 
     @property
     def retrieval(self) -> RetrievalCache | None:
@@ -109,6 +110,12 @@ class ActiveSequence(TokenSequence):
     def unallocated_bytes(self) -> int:
         """Planned bytes that the sequence has not allocated on the device yet. It may allocate them in its first rounds
         and then keeps them."""
+        allocates = self.full.length, self.drafting_filled  # if these are the same, nothing was allocated meanwhile
+        if self._unallocated is None or self._unallocated[0] != allocates:
+            self._unallocated = allocates, self._find_unallocated()
+        return self._unallocated[1]
+
+    def _find_unallocated(self) -> int:
         plan = self.plan
         parts = {"retrieval": plan.retrieval, "mass": plan.mass, "scratch": plan.scratch}
         own = (self.full, *([self.drafting] if self.drafting else []), self.passes["verify"])  # no shared caches

@@ -188,6 +188,7 @@ class DeviceBlocks:
         layers = range(config.num_layers)
         self._layers = [lasting_memory(shape, dtype, device) for _ in layers]
         self._clean = [0] * config.num_layers  # number of first blocks whose memory has only finite values
+        self._footprint: tuple[list[int], Footprint] | None = None  # and `_clean` when it was computed
 
     @property
     def capacity(self) -> int:
@@ -203,10 +204,13 @@ class DeviceBlocks:
 
     @property
     def footprint(self) -> Footprint:
-        num_blocks, size = self._layers[0].shape[0], self._layers[0].nbytes
-        page = HUGE_PAGE if size >= HUGE_PAGE else 1
-        touched = (-(-clean * (size // max(1, num_blocks)) // page) * page for clean in self._clean)
-        return Footprint(untouched=sum(max(0, size - num_bytes) for num_bytes in touched))
+        if self._footprint is None or self._footprint[0] != self._clean:
+            num_blocks, size = self._layers[0].shape[0], self._layers[0].nbytes
+            page = HUGE_PAGE if size >= HUGE_PAGE else 1
+            touched = (-(-clean * (size // max(1, num_blocks)) // page) * page for clean in self._clean)
+            untouched = sum(max(0, size - num_bytes) for num_bytes in touched)
+            self._footprint = self._clean.copy(), Footprint(untouched=untouched)
+        return self._footprint[1]
 
     def offload(self, num_bytes: int) -> int:
         return 0
@@ -275,6 +279,7 @@ class DeviceBlocks:
             if length:
                 self.append(layer, 0, *other.slice(layer, 0, length))
             other._layers[layer] = torch.empty(0)
+        other._footprint = None
         return True
 
 
