@@ -45,13 +45,13 @@ def serve(options: ServeOptions, call: Call) -> None:
     from ..terminal.streams import print_note
     from .access import Access
     from .listening import listener
-    from .memory import keep_little
+    from .memory import limit_free_memory
 
     if options.api_key is None:
         Access.of(options)  # refused before anything is downloaded or started
     if starts_or_follows(options, call, goes_on=True):
         return
-    keep_little()
+    limit_free_memory()
     access = Access.of(options)
     with listener(options) as listening:
         directories = find_pair(options.model, options.wanted_draft, print_note)

@@ -216,7 +216,7 @@ class Server:
         frozen = False
         while not self._ended.wait(_TRIM_S):
             freeze = not frozen and self.worker.state == "ready"
-            give_back(freeze=freeze)
+            give_back(freeze=freeze, runs=self.worker.running > 0)
             frozen |= freeze
 
 
