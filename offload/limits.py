@@ -61,6 +61,10 @@ class Limits:
     largest_block: int = 4096
     """The maximum number of tokens in a block. Short contexts have smaller blocks, so that the partly filled last block
     costs little."""
+    kept_texts: int = 256
+    """The maximum number of texts of ended sequences that stay in memory. Each new prompt is compared with all of them,
+    and each plan counts the memory of all: 10 µs per text (AMD EPYC, Zen 4). Many short questions would fill the memory
+    with thousands."""
     step_rows: int = STEP_ROWS
     """The maximum number of rows of a pass that blocks stream past, at most `STEP_ROWS`. A pass with more rows is a
     prefill, which collects one layer at a time."""

@@ -36,6 +36,36 @@ LEFT_FREE = 1 / 2
 by hand. Other programs and later sequences need memory too."""
 
 
+@dataclass(frozen=True)
+class _Taken:
+    """Bytes that a cache takes, without its prefix."""
+
+    device: int
+    """On the device, without memory that no token has touched yet if the device is a CPU."""
+    kept: int
+    """See `FullCache.kept_bytes`."""
+    host: int
+    """In host memory, if the device is not the host."""
+    disk: int
+    """On a disk."""
+    shown: int
+    """What `KeptCache.memory_bytes` counts."""
+
+    @classmethod
+    def of(cls, cache: FullCache, *, on_host: bool) -> _Taken:
+        """Args: `on_host` is whether the device is a CPU."""
+        footprint, place = cache.blocks.footprint, cache.blocks.placement
+        untouched = footprint.untouched if on_host else 0
+        shown = place.num_resident * place.block_size * cache.token_bytes + cache.bytes_on_host
+        return cls(
+            device=held_bytes(cache.held()) - untouched,
+            kept=cache.kept_bytes,
+            host=cache.bytes_on_host,
+            disk=footprint.disk,
+            shown=shown + held_bytes(cache.held_beside()) - untouched,
+        )
+
+
 @dataclass(eq=False)
 class KnownText:
     """A text whose keys and values a full cache holds."""
@@ -48,6 +78,9 @@ class KnownText:
     """The number of tokens in the prompt."""
     in_use: bool = True
     """Whether the text's sequence has not ended."""
+    compared: tuple[int, int, int] = 0, 0, 0
+    """The last prompt that was compared with the text: its number (`KeptCache._asked`), how many tokens of the text's
+    own prompt were compared, and how many are equal."""
 
     def builds_on(self, other: KnownText) -> bool:
         """Whether the first tokens of this text are in the other text's cache."""
@@ -90,9 +123,8 @@ class KeptCache:
         self._link: Link | None = None
         self.drafting: DraftingCaches | None = None
         """The drafting caches of the sequence that ended last, until another sequence of its run is opened."""
-        self._asked: list[int] | None = None  # the prompt of the last `common_lengths`
-        # Of each text, by its list of tokens: how many tokens of its prompt were compared, how many are equal.
-        self._compared = WeakKeyDictionary[KnownText, tuple[list[int], int, int]]()
+        self._asked: tuple[list[int], int] = [], 0  # the prompt of the last `common_lengths`, and its number
+        self._taken: WeakKeyDictionary[FullCache, _Taken] = WeakKeyDictionary()  # of ended texts
 
     @property
     def caches(self) -> list[FullCache]:
@@ -171,16 +203,15 @@ class KeptCache:
     def _common_length(self, text: KnownText, prompt: list[int], known: int) -> int:
         """`common_length` of a text and a prompt. Several calls for one prompt follow each other while it waits and is
         opened. What was compared of the text's own prompt, which does not change, is not compared again."""
-        if self._asked is not prompt:
-            self._asked = prompt
-            self._compared.clear()
-        tokens, compared, alike = self._compared.get(text, (text.tokens, 0, 0))
-        if tokens is not text.tokens:
+        if self._asked[0] is not prompt:
+            self._asked = prompt, self._asked[1] + 1
+        number, compared, alike = text.compared
+        if number != self._asked[1]:
             compared = alike = 0
         if alike == compared:
             alike = common_length(text.tokens, prompt, max(known, compared))
             compared = min(text.prompt_tokens, len(text.tokens), len(prompt))
-            self._compared[text] = text.tokens, compared, min(alike, compared)
+            text.compared = self._asked[1], compared, min(alike, compared)
         return alike
 
     def _shared(self, text: KnownText, prompt: list[int], most: int) -> int:
@@ -342,6 +373,7 @@ class KeptCache:
 
     def _known(self, full: FullCache, tokens: list[int]) -> FullCache:
         """Records a cache, with the tokens that its sequence begins with, and returns it."""
+        self._taken.pop(full, None)  # it changes from here on
         self._texts.append(KnownText(full, tokens, len(tokens)))
         return full
 
@@ -360,6 +392,8 @@ class KeptCache:
             self._drop_builders(text, text.full.length)  # it may be shorter than the text it was taken over from
             if text.full.length <= text.full.start:
                 self._empty(text)
+        while len(self._droppable(None)) > self._system.limits.kept_texts and (oldest := self._oldest(None)):
+            self._drop(oldest)
 
     def take_drafting(self, full: FullCache) -> DraftingCaches | None:
         """Returns the drafting caches of the sequence that ended last, if `full` is its full cache. They are not kept
@@ -386,7 +420,7 @@ class KeptCache:
             self._drop(text)
             return
         self._drop_builders(text, 0)
-        text.tokens = []
+        text.tokens, text.compared = [], (0, 0, 0)
         self._texts.remove(text)
         self._texts.insert(0, text)
 
@@ -537,6 +571,7 @@ class KeptCache:
         if spare < -left:
             return None
         moved = blocks.offload(-left)
+        self._taken.clear()
         self.moved += moved
         (moved,) = self._decoder.ranks.least([moved])
         return make_plan(request, blocks.placement) if moved >= -left else None
@@ -561,6 +596,7 @@ class KeptCache:
         for blocks in holders:
             if left < 0:
                 moved = blocks.offload(-left)
+                self._taken.clear()  # an ended text's tokens may be shared
                 self.moved, left = self.moved + moved, left + moved
 
     def fits(self, request: RunRequest) -> bool:
@@ -592,20 +628,20 @@ class KeptCache:
         given_back = [replaces.full] if replaces else []
         # Includes shared caches that are not known as texts any more, if no other text begins with them.
         given_back += dict.fromkeys(one for text in without for one in text.full.holders if one not in stays)
-        blocks, idle = [cache.blocks for cache in given_back], [self.drafting] if self.drafting else []
-        on_host = self._system.device_memory(decoder.device) is None
-        untouched = sum(one.footprint.untouched for one in blocks) if on_host else 0
+        idle = [self.drafting] if self.drafting else []
+        on_host = self._on_cpu
         limited = request.settings.host_memory is not None
-        others = [one for one in self._made if one not in given_back] if limited else []
+        others = set(self._made).difference(given_back) if limited else ()
+        taken = self._taken_by([*given_back, *others])
         return plan_here(
             request,
             decoder.device,
             decoder.ranks,
             held=self._held_by_part(),
-            given_back=held_bytes(one for holder in (*given_back, *idle) for one in holder.held()) - untouched,
-            given_back_on_host=sum(one.bytes_on_host for one in given_back),
-            given_back_on_disk=sum(one.footprint.disk for one in blocks),
-            held_on_host=sum(one.bytes_on_host + (one.kept_bytes if on_host else 0) for one in others),
+            given_back=sum(taken[one].device for one in given_back) + held_bytes(x for one in idle for x in one.held()),
+            given_back_on_host=sum(taken[one].host for one in given_back),
+            given_back_on_disk=sum(taken[one].disk for one in given_back),
+            held_on_host=sum(taken[one].host + (taken[one].kept if on_host else 0) for one in others),
             promised=sum(text.full.blocks.footprint.untouched for text in self._texts if text.in_use),
             free_disk=self.disk.free_bytes if on_disk else None,
             device_memory=self._system.device_memory,
@@ -615,17 +651,31 @@ class KeptCache:
     def memory_bytes(self) -> int:
         """Bytes that full caches take in the memory of device and host, of running and ended sequences. On a CPU,
         memory that no token has touched yet is not counted."""
-        on_cpu, found = self._decoder.device.type == "cpu", 0
-        for one in {holder for cache in self.caches for holder in cache.holders}:
-            placement = one.blocks.placement
-            found += placement.num_resident * placement.block_size * one.token_bytes + one.bytes_on_host
-            found += held_bytes(one.held_beside())
-            found -= one.blocks.footprint.untouched if on_cpu else 0
+        holders = dict.fromkeys(holder for cache in self.caches for holder in cache.holders)
+        return sum(one.shown for one in self._taken_by(holders).values())
+
+    @property
+    def _on_cpu(self) -> bool:
+        """Whether the device is a CPU, so that its memory is the host's."""
+        return self._system.device_memory(self._decoder.device) is None
+
+    def _taken_by(self, caches: Iterable[FullCache]) -> dict[FullCache, _Taken]:
+        """The bytes that caches take. Those of ended texts are computed once: thousands may be kept, and several plans
+        are made for each sequence."""
+        on_host, found = self._on_cpu, dict[FullCache, _Taken]()
+        lasts = {text.full for text in self._texts if not text.in_use}
+        for one in caches:
+            taken = self._taken.get(one)
+            if taken is None:
+                taken = _Taken.of(one, on_host=on_host)
+                if one in lasts:
+                    self._taken[one] = taken
+            found[one] = taken
         return found
 
     def _held_by_part(self) -> dict[str, int]:
         """Bytes held on the device, by part. If the CPU computes, only those of RoPE's tables: a plan needs no more."""
-        if self._system.device_memory(self._decoder.device) is None:
+        if self._on_cpu:
             return bytes_by_part(one for model in (self._decoder, self._draft) if model for one in model.rope.held())
         holders = self._decoder, self._draft, self, *self.others
         return bytes_by_part(one for holder in holders if holder for one in holder.held())

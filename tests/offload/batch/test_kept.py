@@ -13,7 +13,7 @@ import torch
 from hooked_disk import HookedDisk
 from tiny import random_tokens, save_llama
 from triforce.offload import ContextRequest, ContextStore, Ended, Engine, Progress, Request, Sampling, Tokens
-from triforce.offload.batch.kept import KeptCache
+from triforce.offload.batch.kept import KeptCache, _Taken
 from triforce.offload.caches.full import FullCache
 from triforce.offload.limits import Limits, ProcessMemory
 from triforce.offload.system import System
@@ -378,3 +378,58 @@ def test_what_prompts_have_in_common_with_texts_is_that_of_their_tokens(models):
             for one in kept._texts:
                 pairs = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(one.tokens, prompt, strict=False))
                 assert found[one.full] == len(list(pairs))
+
+
+def in_common(tokens, prompt):
+    return len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], zip(tokens, prompt, strict=False))))
+
+
+def test_what_was_compared_once_is_compared_again_where_it_changed(models):
+    engine = models.engine("llama")
+    played(engine, asked(BOOK[:100], "a"))
+    (text,) = engine._kept._texts
+    prompt = [*text.tokens, *random_tokens(60, seed=1)]
+    for change in (
+        lambda: None,
+        lambda: text.tokens.append(prompt[len(text.tokens)]),  # the next token is the prompt's
+        lambda: text.tokens.append(prompt[len(text.tokens)]),
+        lambda: text.tokens.__setitem__(slice(-3, None), []),  # tokens of its answer are taken back,
+        lambda: text.tokens.append(1 + prompt[len(text.tokens)]),  # and another one comes
+        lambda: text.tokens.extend(prompt[len(text.tokens) :]),
+    ):
+        change()
+        for asks in (prompt, prompt[:103], BOOK, prompt):
+            assert engine._kept.common_lengths(asks) == {text.full: in_common(text.tokens, asks)}
+    engine._kept._empty(text)
+    assert engine._kept.common_lengths(prompt) == {text.full: 0}
+
+
+@pytest.mark.parametrize("resident", [None, 0.0])
+def test_so_many_ended_texts_are_kept_and_the_one_that_all_build_on(models, resident):
+    engine = models.engine("llama", resident=resident, system=System(limits=replace(LIMITS, kept_texts=3)))
+    prompts = {tag: [*BOOK, *random_tokens(30, seed=ord(tag))] for tag in "abcdefgh"}
+    ended = played(engine, *(asked(prompt, tag) for tag, prompt in prompts.items()), max_sequences=8)
+    kept = engine._kept
+    assert len(kept._droppable(None)) == 3
+    assert [text.tokens[: len(BOOK) + 30] for text in kept._texts][-2:] == [prompts["g"], prompts["h"]], "the newest"
+    later = played(engine, *(asked([*BOOK, *random_tokens(30, seed=seed)], str(seed)) for seed in range(5)))
+    assert all(one.statistics.reused_tokens >= SHARED for one in later.values())
+    again = played(engine, asked(prompts["a"], "a"))["a"]
+    assert again.statistics.token_ids == ended["a"].statistics.token_ids == alone(engine, prompts["a"])
+
+
+@pytest.mark.parametrize("resident", [None, 0.0])
+def test_bytes_of_ended_texts_are_those_that_they_take(models, resident):
+    engine = models.engine("llama", resident=resident, system=System(limits=LIMITS))
+    kept, seen = engine._kept, []
+
+    def compare(*_):
+        caches = dict.fromkeys(holder for cache in kept.caches for holder in cache.holders)
+        assert kept._taken_by(caches) == {one: _Taken.of(one, on_host=True) for one in caches}
+        seen.append(kept.memory_bytes)
+
+    first, second = shares(engine)
+    played(engine, asked(first, "a", 40), asked(second, "b"), asked(random_tokens(200, seed=5), "c"), on_event=compare)
+    compare()
+    played(engine, asked([*second, *random_tokens(100, seed=6)], "b"), on_event=compare)
+    assert seen and all(seen)
