@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -118,6 +119,7 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
+@lru_cache(maxsize=16)
 def device_name(device: torch.device) -> str:
     """The manufacturer's name of the device; the machine's architecture if the system does not give the name."""
     if device.type == "cuda":

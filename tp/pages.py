@@ -87,6 +87,11 @@ def lasting_memory(shape: Sequence[int], dtype: torch.dtype, device: torch.devic
     return _part(*_lasting_pages(size), size).view(dtype).view(*shape)
 
 
+def begins_as_zeros(size: int, device: torch.device) -> bool:
+    """Whether `lasting_memory` of this number of bytes consists of zeros, because it is in new pages of the system."""
+    return on_cpu(device) and size >= _SMALL
+
+
 def _lasting_pages(size: int) -> tuple[mmap.mmap, int]:
     """Pages for `lasting_memory`, and the offset in them at which the memory begins."""
     huge = size >= HUGE_PAGE and hasattr(mmap, "MADV_HUGEPAGE")

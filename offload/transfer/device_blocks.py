@@ -17,7 +17,7 @@ from torch import Tensor
 from ...kernels.chunks import gather_chunks
 from ...kernels.layers import copy_rows
 from ...tp.model.config import ModelConfig
-from ...tp.pages import HUGE_PAGE, lasting_memory
+from ...tp.pages import HUGE_PAGE, begins_as_zeros, lasting_memory
 from ..held import Held
 from .link import Traffic
 from .placement import Placement
@@ -187,7 +187,9 @@ class DeviceBlocks:
         shape = (-(-capacity // block_size), 2, config.num_kv_heads, block_size, config.head_dim)
         layers = range(config.num_layers)
         self._layers = [lasting_memory(shape, dtype, device) for _ in layers]
-        self._clean = [0] * config.num_layers  # number of first blocks whose memory has only finite values
+        self._clean = [0] * config.num_layers  # number of first blocks that tokens were written to
+        # By layer: whether all other values are finite, too. New pages are not touched only to fill them with zeros.
+        self._finite = [begins_as_zeros(one.nbytes, device) for one in self._layers]
         self._footprint: tuple[list[int], Footprint] | None = None  # and `_clean` when it was computed
 
     @property
@@ -233,7 +235,9 @@ class DeviceBlocks:
         pass
 
     def append(self, layer: int, start: int, k: Tensor, v: Tensor) -> None:
-        self._clean[layer] = write_tokens(self._layers[layer], start, k, v, self._clean[layer])
+        blocks, clean = self._layers[layer], self._clean[layer]
+        write_tokens(blocks, start, k, v, len(blocks) if self._finite[layer] else clean)
+        self._clean[layer] = max(clean, -(-(start + k.shape[1]) // self.block_size))
 
     def pieces(self, layer: int, first: int, stop: int, *, joined: bool = False) -> Iterator[tuple[int, Tensor]]:
         for index in range(first // self.block_size, -(-stop // self.block_size)):
@@ -260,17 +264,17 @@ class DeviceBlocks:
         return lambda: pieces
 
     def restore(self, layer: int, stop: int, read: Callable[[list[Tensor]], None]) -> None:
-        blocks = self._layers[layer]
-        self._clean[layer] = 0  # in case the data that are read turn out to be damaged
+        blocks, finite = self._layers[layer], self._finite[layer]
+        self._clean[layer], self._finite[layer] = 0, False  # in case the data that are read turn out to be damaged
         places = pieces_of(blocks, 0, stop)
         pieces = [on_host(place) for place in places]
         read(pieces)
         for place, piece in zip(places, pieces, strict=True):
             if piece is not place:
                 place.copy_(piece)
-        if stop % self.block_size:
+        if stop % self.block_size and not finite:
             blocks[stop // self.block_size][:, :, stop % self.block_size :].zero_()
-        self._clean[layer] = -(-stop // self.block_size)
+        self._clean[layer], self._finite[layer] = -(-stop // self.block_size), finite
 
     def move_from(self, other: Blocks, length: int) -> bool:
         if not isinstance(other, DeviceBlocks):
