@@ -15,7 +15,9 @@ from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import cache
 from math import prod
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -90,6 +92,15 @@ def lasting_memory(shape: Sequence[int], dtype: torch.dtype, device: torch.devic
 def begins_as_zeros(size: int, device: torch.device) -> bool:
     """Whether `lasting_memory` of this number of bytes consists of zeros, because it is in new pages of the system."""
     return on_cpu(device) and size >= _SMALL
+
+
+@cache
+def has_huge_pages() -> bool:
+    """Whether the system puts large memory into huge pages if it is asked to."""
+    try:
+        return "[never]" not in Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text(encoding="ascii")
+    except OSError:
+        return False
 
 
 def _lasting_pages(size: int) -> tuple[mmap.mmap, int]:

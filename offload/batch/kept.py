@@ -5,6 +5,7 @@ So a follow-up question reuses the cache of its book. The next turn of a convers
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -30,6 +31,9 @@ from .drafting_caches import DraftingCaches
 _MORE_ON_DISK = 1.25
 """The maximum factor by which several sequences, or room for longer runs, may increase the bytes of a text on a disk,
 compared with one sequence alone."""
+
+_SHORT = 1024
+"""Up to this number of tokens of its own, a text is short: reading it again takes little time."""
 
 LEFT_FREE = 1 / 2
 """The share of the free host memory that stays free beside caches of ended sequences, unless the memory to take is set
@@ -392,8 +396,9 @@ class KeptCache:
             self._drop_builders(text, text.full.length)  # it may be shorter than the text it was taken over from
             if text.full.length <= text.full.start:
                 self._empty(text)
-        while len(self._droppable(None)) > self._system.limits.kept_texts and (oldest := self._oldest(None)):
-            self._drop(oldest)
+        while len(self._droppable(None)) > self._system.limits.kept_texts:
+            self._drop(self._oldest(None, short=True) or self._oldest(None))
+        self._asked = [], self._asked[1]
 
     def take_drafting(self, full: FullCache) -> DraftingCaches | None:
         """Returns the drafting caches of the sequence that ended last, if `full` is its full cache. They are not kept
@@ -446,11 +451,16 @@ class KeptCache:
         holders = {holder for one in needed for holder in one.full.holders}
         return [one for one in self._texts if one.full not in holders]
 
-    def _oldest(self, text: KnownText | None) -> KnownText | None:
-        """The text to drop first, of those that are not needed: no other of them builds on it."""
+    def _oldest(self, text: KnownText | None, *, short: bool = False) -> KnownText | None:
+        """The text to drop first, of those that are not needed: no other of them builds on it.
+
+        Args: `short` is whether only texts with few tokens of their own may be dropped, which are soon read again.
+        """
         droppable = self._droppable(text)
         built_on = {holder for one in droppable for holder in one.full.holders[:-1]}
-        return next((one for one in droppable if one.full not in built_on), None)
+        most = _SHORT if short else sys.maxsize
+        leaves = (one for one in droppable if one.full not in built_on)
+        return next((one for one in leaves if one.full.length - one.full.start <= most), None)
 
     def _make_way(
         self, request: RunRequest, text: KnownText | None, *, beside: bool
@@ -660,7 +670,7 @@ class KeptCache:
         return self._system.device_memory(self._decoder.device) is None
 
     def _taken_by(self, caches: Iterable[FullCache]) -> dict[FullCache, _Taken]:
-        """The bytes that caches take. Those of ended texts are computed once: thousands may be kept, and several plans
+        """The bytes that caches take. Those of ended texts are computed once: hundreds may be kept, and several plans
         are made for each sequence."""
         on_host, found = self._on_cpu, dict[FullCache, _Taken]()
         lasts = {text.full for text in self._texts if not text.in_use}
@@ -698,6 +708,7 @@ class KeptCache:
                 one.full.blocks.drain()
             self._system.synchronize(self._decoder.device)  # an interrupted pass may have copies in progress
             self._texts.remove(one)
+            self._asked = [], self._asked[1]
             if self.drafting and self.drafting.retrieval.source is one.full:
                 self.drafting = None
             del one.full  # others may still hold the text, but not its memory

@@ -110,9 +110,11 @@ class ActiveSequence(TokenSequence):
     def unallocated_bytes(self) -> int:
         """Planned bytes that the sequence has not allocated on the device yet. It may allocate them in its first rounds
         and then keeps them."""
-        allocates = self.full.length, self.drafting_filled  # if these are the same, nothing was allocated meanwhile
-        if self._unallocated is None or self._unallocated[0] != allocates:
-            self._unallocated = allocates, self._find_unallocated()
+        if self.full.under_way:
+            return self._find_unallocated()
+        then = self.full.length, self.drafting_filled  # between two passes, nothing is allocated
+        if self._unallocated is None or self._unallocated[0] != then:
+            self._unallocated = then, self._find_unallocated()
         return self._unallocated[1]
 
     def _find_unallocated(self) -> int:

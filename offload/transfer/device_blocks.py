@@ -7,8 +7,10 @@ holds the whole cache.
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Protocol
 
 import torch
@@ -17,7 +19,7 @@ from torch import Tensor
 from ...kernels.chunks import gather_chunks
 from ...kernels.layers import copy_rows
 from ...tp.model.config import ModelConfig
-from ...tp.pages import HUGE_PAGE, begins_as_zeros, lasting_memory
+from ...tp.pages import HUGE_PAGE, begins_as_zeros, has_huge_pages, lasting_memory
 from ..held import Held
 from .link import Traffic
 from .placement import Placement
@@ -187,10 +189,12 @@ class DeviceBlocks:
         shape = (-(-capacity // block_size), 2, config.num_kv_heads, block_size, config.head_dim)
         layers = range(config.num_layers)
         self._layers = [lasting_memory(shape, dtype, device) for _ in layers]
-        self._clean = [0] * config.num_layers  # number of first blocks that tokens were written to
-        # By layer: whether all other values are finite, too. New pages are not touched only to fill them with zeros.
-        self._finite = [begins_as_zeros(one.nbytes, device) for one in self._layers]
-        self._footprint: tuple[list[int], Footprint] | None = None  # and `_clean` when it was computed
+        self._clean = [0] * config.num_layers  # number of first blocks that have only finite values
+        # By layer: the number of first blocks that may have other values behind their tokens. New pages are zeros, and
+        # are not touched only to fill them with zeros; but what is restored from a damaged file may stay in them.
+        self._doubtful = [0 if begins_as_zeros(one.nbytes, device) else len(one) for one in self._layers]
+        self._touched = [0] * config.num_layers  # the maximum number of tokens so far
+        self._footprint: tuple[list[int], Footprint] | None = None  # and `_touched` when it was computed
 
     @property
     def capacity(self) -> int:
@@ -206,13 +210,20 @@ class DeviceBlocks:
 
     @property
     def footprint(self) -> Footprint:
-        if self._footprint is None or self._footprint[0] != self._clean:
-            num_blocks, size = self._layers[0].shape[0], self._layers[0].nbytes
-            page = HUGE_PAGE if size >= HUGE_PAGE else 1
-            touched = (-(-clean * (size // max(1, num_blocks)) // page) * page for clean in self._clean)
-            untouched = sum(max(0, size - num_bytes) for num_bytes in touched)
-            self._footprint = self._clean.copy(), Footprint(untouched=untouched)
+        if self._footprint is None or self._footprint[0] != self._touched:
+            untouched = sum(map(self._untouched_bytes, self._layers, self._touched))
+            self._footprint = self._touched.copy(), Footprint(untouched=untouched)
         return self._footprint[1]
+
+    def _untouched_bytes(self, blocks: Tensor, tokens: int) -> int:
+        """The bytes of a layer's pages that none of its first `tokens` tokens has touched."""
+        page = HUGE_PAGE if blocks.nbytes >= HUGE_PAGE and has_huge_pages() else mmap.PAGESIZE
+        whole, rest = divmod(tokens, self.block_size)
+        block = blocks.nbytes // max(1, len(blocks))
+        part = block // max(1, prod(blocks.shape[1:3]))  # keys, or values, of a head in a block
+        begun = -(-rest * (part // self.block_size) // page) * page
+        touched = whole * block + (block // max(1, part)) * min(part, begun)
+        return max(0, blocks.nbytes - -(-touched // page) * page)
 
     def offload(self, num_bytes: int) -> int:
         return 0
@@ -236,8 +247,10 @@ class DeviceBlocks:
 
     def append(self, layer: int, start: int, k: Tensor, v: Tensor) -> None:
         blocks, clean = self._layers[layer], self._clean[layer]
-        write_tokens(blocks, start, k, v, len(blocks) if self._finite[layer] else clean)
-        self._clean[layer] = max(clean, -(-(start + k.shape[1]) // self.block_size))
+        stop = start + k.shape[1]
+        write_tokens(blocks, start, k, v, clean if clean < self._doubtful[layer] else len(blocks))
+        self._clean[layer] = max(clean, -(-stop // self.block_size))
+        self._touched[layer] = max(self._touched[layer], stop)
 
     def pieces(self, layer: int, first: int, stop: int, *, joined: bool = False) -> Iterator[tuple[int, Tensor]]:
         for index in range(first // self.block_size, -(-stop // self.block_size)):
@@ -264,17 +277,18 @@ class DeviceBlocks:
         return lambda: pieces
 
     def restore(self, layer: int, stop: int, read: Callable[[list[Tensor]], None]) -> None:
-        blocks, finite = self._layers[layer], self._finite[layer]
-        self._clean[layer], self._finite[layer] = 0, False  # in case the data that are read turn out to be damaged
+        blocks, doubtful, whole = self._layers[layer], self._doubtful[layer], -(-stop // self.block_size)
+        self._clean[layer] = 0  # in case the data that are read turn out to be damaged, here or later
+        self._doubtful[layer] = max(doubtful, whole)
         places = pieces_of(blocks, 0, stop)
         pieces = [on_host(place) for place in places]
         read(pieces)
         for place, piece in zip(places, pieces, strict=True):
             if piece is not place:
                 place.copy_(piece)
-        if stop % self.block_size and not finite:
+        if stop % self.block_size and whole <= doubtful:
             blocks[stop // self.block_size][:, :, stop % self.block_size :].zero_()
-        self._clean[layer], self._finite[layer] = -(-stop // self.block_size), finite
+        self._clean[layer], self._touched[layer] = whole, max(self._touched[layer], stop)
 
     def move_from(self, other: Blocks, length: int) -> bool:
         if not isinstance(other, DeviceBlocks):

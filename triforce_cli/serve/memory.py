@@ -9,9 +9,9 @@ from contextlib import suppress
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
 
 _MAPPED_BYTES = 2**25
-"""Pieces of at least this number of bytes are returned to the system as soon as they are free: the largest number that
-glibc accepts. Each pass of the model takes and frees pieces of some MiB. With 2**20, the system had to clear new pages
-for them in every pass, and answers took 8 % more time (AMD EPYC, Zen 4, two cores)."""
+"""Pieces of at least this number of bytes are returned to the system as soon as they are free. Each pass of the model
+takes and frees pieces of some MiB. With 2**20, the system had to clear new pages for them in every pass, and answers
+took 8 % more time (AMD EPYC, Zen 4, two cores)."""
 
 _KEPT_BYTES = 2**28
 """The maximum of free memory that is kept while something runs, approximately."""
@@ -36,30 +36,39 @@ def limit_free_memory() -> None:
         library.mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES)
 
 
-def give_back(*, freeze: bool, runs: bool) -> None:
-    """Frees unreferenced objects, and returns free memory to the system.
+class FreeMemory:
+    """The free memory of this process."""
 
-    Args:
-        freeze: whether Python's garbage collector ignores all objects that exist now from here on.
-        runs: whether anything is being answered or read. Its next passes take the free memory again, so up to
-            `_KEPT_BYTES` of it are kept.
-    """
-    # What refers to itself, as an error and the frames it came through may, holds a request's body until Python looks
-    # for it: by itself when a quarter as much is new as there is, which is all that was imported. Without that looking
-    # takes milliseconds.
-    gc.collect()
-    if freeze:
-        gc.freeze()
-    if not runs or _free_bytes() > _KEPT_BYTES:
-        with suppress(AttributeError):
-            ctypes.CDLL(None).malloc_trim(0)
+    def __init__(self) -> None:
+        self._given = 0  # bytes that the C library counts as free, but whose pages were returned
+
+    def give_back(self, *, freeze: bool, runs: bool) -> None:
+        """Frees unreferenced objects, and returns free memory to the system.
+
+        Args:
+            freeze: whether Python's garbage collector ignores all objects that exist now from here on.
+            runs: whether anything is being answered or read. Its next passes take the free memory again, so up to
+                `_KEPT_BYTES` of it are kept.
+        """
+        # What refers to itself, as an error and the frames it came through may, holds a request's body until Python
+        # looks for it: by itself when a quarter as much is new as there is, which is all that was imported. Without
+        # that looking takes milliseconds.
+        gc.collect()
+        if freeze:
+            gc.freeze()
+        free = _free_bytes()
+        self._given = min(self._given, free or 0)
+        if not runs or free is None or free - self._given > _KEPT_BYTES:
+            with suppress(AttributeError):
+                ctypes.CDLL(None).malloc_trim(0)
+            self._given = _free_bytes() or 0
 
 
-def _free_bytes() -> float:
-    """The free memory that the C library keeps, in bytes; infinite if it cannot say."""
+def _free_bytes() -> int | None:
+    """The free memory that the C library counts, in bytes; `None` if it cannot say."""
     try:
         allocated = ctypes.CDLL(None).mallinfo2
     except AttributeError:
-        return float("inf")
+        return None
     allocated.restype = _Allocated
     return allocated().free

@@ -13,7 +13,7 @@ import struct
 import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 
 Address = tuple[str, int]
@@ -52,11 +52,13 @@ def owner_told(connection: Ends) -> int | None:
         question += _SOCKET.pack(theirs[1], ours[1], local.packed, remote.packed, b"\0\0\0\0" + b"\xff" * 8)
         with socket.socket(socket.AF_NETLINK, socket.SOCK_DGRAM, _SOCK_DIAG) as system:
             system.send(_HEADER.pack(_HEADER.size + len(question), _BY_FAMILY, _REQUEST, 0, 0) + question)
-            reply = system.recv(4096, socket.MSG_DONTWAIT)  # it is there when `send` returns
-        if _HEADER.unpack_from(reply)[1] != _BY_FAMILY:
-            return None
-        (state,), at = _STATE.unpack_from(reply, _HEADER.size), _HEADER.size + 4 + _SOCKET.size
-        return _owner(state, *_OWNER.unpack_from(reply, at))
+            reply, sender = system.recvfrom(4096, socket.MSG_DONTWAIT)  # it is there when `send` returns
+        at = _HEADER.size + _STATE.size + 2  # of the structure `inet_diag_sockid`, which begins with both ports
+        ports = struct.unpack_from(">HH", reply, at)
+        if sender[0] != 0 or _HEADER.unpack_from(reply)[1] != _BY_FAMILY or ports != (theirs[1], ours[1]):
+            return None  # 0: the system itself
+        (state,) = _STATE.unpack_from(reply, _HEADER.size)
+        return _owner(state, *_OWNER.unpack_from(reply, at + _SOCKET.size))
     except (AttributeError, OSError, ValueError, struct.error):  # AttributeError: another system than Linux
         return None
 
@@ -68,6 +70,7 @@ class Owners:
     def __init__(self, told: Callable[[Ends], int | None] = owner_told) -> None:
         """Args: `told`: see `owner_told`."""
         self._told = told
+        self._tells: bool | None = None  # whether the system answers `told`, once that is known
         self._thread = ThreadPoolExecutor(1, "owners")
         self._waiting: list[tuple[Ends, asyncio.Future[int | None]]] = []
         self._reading: asyncio.Task[None] | None = None
@@ -79,8 +82,9 @@ class Owners:
             `None` if it is not known: the other end is on another machine or in another network namespace, or closed;
             the account has no number in this user namespace; or the system does not have these tables.
         """
-        owner = self._told(connection)
+        owner = None if self._tells is False else self._told(connection)
         if owner is not None:
+            self._tells = True
             return None if _stands_for_others(owner) else owner
         loop = asyncio.get_running_loop()
         found: asyncio.Future[int | None] = loop.create_future()
@@ -103,6 +107,8 @@ class Owners:
                 except Exception:  # it cannot be told, and nobody waits for ever
                     owners = [None] * len(now)
                 for (_, found), owner in zip(now, owners, strict=True):
+                    if owner is not None and self._tells is None:
+                        self._tells = False  # only the tables tell; to ask may make the system look for a module
                     if not found.done():  # its request may have been cancelled
                         found.set_result(owner)
         finally:
@@ -170,12 +176,21 @@ def _word(address: Address, table: str) -> str | None:
     return f"{''.join(f'{word:08X}' for word in words)}:{address[1]:04X}"
 
 
-@lru_cache(maxsize=64)
 def _stands_for_others(uid: int) -> bool:
     """Whether this user namespace may use this number for accounts that have no number in it."""
     try:
-        overflow = int(Path("/proc/sys/kernel/overflowuid").read_text())
-        whole = Path("/proc/self/uid_map").read_text().split() == ["0", "0", str(2**32 - 1)]
+        return uid == _overflow_uid()
     except (OSError, ValueError):
         return True
-    return uid == overflow and not whole
+
+
+@cache
+def _overflow_uid() -> int | None:
+    """The number of all accounts that have none in this user namespace; `None` if all accounts have one.
+
+    Raises:
+        OSError, ValueError: the system does not tell it now.
+    """
+    overflow = int(Path("/proc/sys/kernel/overflowuid").read_text())
+    whole = Path("/proc/self/uid_map").read_text().split() == ["0", "0", str(2**32 - 1)]
+    return None if whole else overflow

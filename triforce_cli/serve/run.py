@@ -35,7 +35,7 @@ from .answering.jobs import rank_ended, stopping
 from .answering.metrics import Metrics
 from .answering.worker import Worker
 from .http_limits import ServerLimits
-from .memory import give_back
+from .memory import FreeMemory
 from .options import ServeOptions
 from .owner import Owners
 from .web.app import make_app
@@ -213,10 +213,10 @@ class Server:
         return stopped
 
     def _give_memory_back(self) -> None:
-        frozen = False
+        frozen, memory = False, FreeMemory()
         while not self._ended.wait(_TRIM_S):
             freeze = not frozen and self.worker.state == "ready"
-            give_back(freeze=freeze, runs=self.worker.running > 0)
+            memory.give_back(freeze=freeze, runs=self.worker.running > 0)
             frozen |= freeze
 
 

@@ -418,6 +418,19 @@ def test_so_many_ended_texts_are_kept_and_the_one_that_all_build_on(models, resi
     assert again.statistics.token_ids == ended["a"].statistics.token_ids == alone(engine, prompts["a"])
 
 
+def test_many_short_texts_push_out_no_long_one(models):
+    engine = models.engine("llama", system=System(limits=replace(LIMITS, kept_texts=3)))
+    long = random_tokens(1100, seed=8)
+    played(engine, asked(long, "long"))
+    for seed in range(6):
+        played(engine, *(asked(random_tokens(40, seed=10 * seed + one), str(one)) for one in range(4)))
+    again = played(engine, asked([*long, 5, 6, 7], "again"))["again"]
+    assert again.statistics.reused_tokens >= 1090
+    for seed in range(4):
+        played(engine, *(asked(random_tokens(1050 + one, seed=seed + one), str(one)) for one in range(2)))
+    assert len(engine._kept._droppable(None)) == 3, "long ones only, and still no more"
+
+
 @pytest.mark.parametrize("resident", [None, 0.0])
 def test_bytes_of_ended_texts_are_those_that_they_take(models, resident):
     engine = models.engine("llama", resident=resident, system=System(limits=LIMITS))

@@ -1,5 +1,7 @@
 """Rollback is exact: after any pattern of appending and forgetting, a cache equals one that only saw what is left."""
 
+import itertools
+import mmap
 from itertools import pairwise
 
 import pytest
@@ -25,6 +27,7 @@ from triforce.offload.transfer.link import ThreadLink
 from triforce.offload.transfer.placement import Placement
 from triforce.offload.transfer.streamed_blocks import StreamedBlocks
 from triforce.tp.decoder import Decoder
+from triforce.tp.pages import HUGE_PAGE, has_huge_pages
 
 CPU = torch.device("cpu")
 PROBE = torch.tensor([1, 2, 3])
@@ -470,3 +473,64 @@ def test_after_a_sampled_run_every_cache_equals_a_replay(tmp_path):
         got, want = probe(engine.draft, run.sequence.active.streaming), probe(engine.draft, replayed)
         run.sequence.active.streaming.rollback(kept)
         assert torch.allclose(got, want, atol=1e-4)
+
+
+@pytest.mark.parametrize("capacity", [16, 600, 12_000])  # small memory, new pages, huge pages
+def test_whatever_is_restored_all_values_behind_tokens_stay_finite(decoder, capacity):
+    """Attention hides them by a weight of 0, which does not help against NaN."""
+    size = min(256, capacity)
+
+    def tokens(first, stop):
+        for layer in range(config.num_layers):
+            shape = config.num_kv_heads, stop - first, config.head_dim
+            blocks.append(layer, first, torch.ones(shape), torch.ones(shape))
+
+    def restore(stop, value):
+        def read(pieces):
+            for piece in pieces:
+                piece.fill_(value)
+
+        for layer in range(config.num_layers):
+            blocks.restore(layer, stop, read)
+
+    def check(stop):
+        for whole in blocks._layers:
+            begun = whole[: -(-stop // size)]
+            assert begun.isfinite().all()
+            several = begun.permute(1, 2, 0, 3, 4).flatten(2, 3)
+            assert (several[:, :, :stop] != 0).all()
+
+    config = decoder.part
+    for order in itertools.permutations(((capacity, 5), (capacity // 2 + 3, capacity // 2), (3, 0))):
+        blocks = DeviceBlocks(config, dtype=torch.float32, device=CPU, capacity=capacity, block_size=size)
+        tokens(0, 2)
+        check(2)
+        for damaged, intact in order:
+            restore(damaged, float("nan"))
+            restore(intact, 1.0)
+            check(intact)
+            for stop in {min(capacity, intact + 1), min(capacity, intact + size + 1), capacity}:
+                restore(intact, 1.0)
+                tokens(intact, stop)
+                check(stop)
+
+
+@pytest.mark.parametrize("huge", [False, True])
+def test_bytes_that_no_token_has_touched_are_those_of_pages_without_one(decoder, huge):
+    config, capacity = decoder.part, 8192 if huge else 700
+    blocks = DeviceBlocks(config, dtype=torch.float32, device=CPU, capacity=capacity, block_size=256)
+    whole = sum(layer.nbytes for layer in blocks._layers)
+    assert (blocks._layers[0].nbytes >= HUGE_PAGE) == huge
+    before, page = whole, HUGE_PAGE if huge and has_huge_pages() else mmap.PAGESIZE
+    assert blocks.footprint.untouched == whole
+    for first, stop in ((0, 1), (1, 200), (200, 257), (257, 700)):
+        for layer in range(config.num_layers):
+            shape = config.num_kv_heads, stop - first, config.head_dim
+            blocks.append(layer, first, torch.ones(shape), torch.ones(shape))
+        written = stop * 2 * config.num_kv_heads * config.head_dim * 4 * config.num_layers
+        planes = 2 * config.num_kv_heads * config.num_layers
+        untouched = blocks.footprint.untouched
+        assert untouched <= before and whole - written >= untouched >= whole - written - (planes + 1) * page
+        before = untouched
+    blocks.rollback(0)
+    assert blocks.footprint.untouched == before, "what was touched stays so"

@@ -32,10 +32,12 @@ class TimeLimit:
         """Runs `call` in this thread.
 
         Raises:
-            TimeUp: it took too long.
+            TimeUp: it took too long, or `close` was called before.
         """
         thread = threading.get_ident()
         with self._lock:
+            if self._closed:
+                raise TimeUp  # nobody would watch it
             self._ends[thread] = time.monotonic() + self._seconds
             if self._sleeps:
                 self._changed.notify()

@@ -1,0 +1,66 @@
+"""Calls that take too long are interrupted, and nothing else is."""
+
+import threading
+import time
+
+import pytest
+from triforce.cli.serve.web.time_limit import TimeLimit, TimeUp
+
+
+def endless():
+    while True:
+        pass
+
+
+@pytest.fixture
+def limit():
+    found = TimeLimit(0.05)
+    yield found
+    found.close()
+
+
+def test_a_call_that_never_ends_is_interrupted_each_time(limit):
+    for _ in range(3):
+        began = time.monotonic()
+        with pytest.raises(TimeUp):
+            limit.run(endless)
+        assert 0.04 < time.monotonic() - began < 5
+        assert limit.run(lambda: "soon") == "soon"
+
+
+def test_calls_of_several_threads_have_their_own_time(limit):
+    said = []
+
+    def calls(call):
+        for _ in range(5):
+            try:
+                said.append(limit.run(call))
+            except TimeUp:
+                said.append("up")
+            time.sleep(0.06)  # were an exception to come late, it would come here
+
+    threads = [threading.Thread(target=calls, args=(call,)) for call in (endless, lambda: "soon", endless)]
+    for one in threads:
+        one.start()
+    for one in threads:
+        one.join(60)
+    assert sorted(said) == ["soon"] * 5 + ["up"] * 10
+
+
+def test_an_error_of_a_call_is_its_own(limit):
+    with pytest.raises(ZeroDivisionError):
+        limit.run(lambda: 1 / 0)
+    time.sleep(0.1)  # nothing is watched any more
+
+
+def test_a_closed_limit_ends_its_thread_and_runs_nothing():
+    before = threading.active_count()
+    limit = TimeLimit(0.05)
+    assert threading.active_count() == before + 1
+    limit.close()
+    with pytest.raises(TimeUp):
+        limit.run(endless)
+    end = time.monotonic() + 60
+    while threading.active_count() > before and time.monotonic() < end:
+        time.sleep(0.01)
+    assert threading.active_count() == before
