@@ -81,6 +81,7 @@ class Engine:
         self._capture = capture_for(target.device, target.ranks)
         self._graphs = Graphs()  # of the last run
         self._running: Run | None = None
+        self._setup: SequenceSetup | None = None  # of the last run, with what it has measured
         self.contexts: ModelContexts | None = None
         """The saved contexts that runs may start from and save to; `None` if the engine was not loaded from files."""
         self._context = ContextRequest()
@@ -508,7 +509,7 @@ class Engine:
 
     def _run(self, order: RunOrder, *given: Any) -> Run:
         self._end_run()
-        setup = self._setup(order)
+        setup = self._new_setup(order)
         return self._begin(Run(order, setup, self._graphs, *given, system=self.system), order)
 
     def _batch(
@@ -520,15 +521,17 @@ class Engine:
     ) -> Batch:
         self._end_run()
         given = interrupted, on_prefill, on_memory, self.system
-        batch = Batch(order, self._setup(order), self._graphs, *given)
+        batch = Batch(order, self._new_setup(order), self._graphs, *given)
         self._begin(batch.run, order)
         return batch
 
-    def _setup(self, order: RunOrder) -> SequenceSetup:
+    def _new_setup(self, order: RunOrder) -> SequenceSetup:
         """Makes the setup that opens the sequences of a new run."""
         self._graphs = Graphs(self._capture, self.target.ranks)
         expected = max(1, min(order.most, order.expected))
-        return SequenceSetup(self._models, self._graphs, order.tiers, order.fresh_seed, expected)
+        earlier = self._setup and self._setup.measured
+        self._setup = SequenceSetup(self._models, self._graphs, order.tiers, order.fresh_seed, expected, earlier)
+        return self._setup
 
     def _begin(self, run: Run, order: RunOrder) -> Run:
         self._running = run

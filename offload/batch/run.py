@@ -604,7 +604,7 @@ class Run(Iterator[Event]):
         token = on_all_ranks(self._target, self._system, reading.first_token)
         together = [one for one in self.live if one.state in ("running", "reading")]
         self._setup.use_measured_link()
-        self.tiers[0].control.choose_lengths(len(together), self._setup.filling(together))
+        self.tiers[0].control.choose_lengths(len(together), *self._setup.filling(together))
         self._agree([sequence], [RoundDecision([token], ends=sequence.is_to_end([token]))])
         sequence.context.append(token)
         now, opened = self._system.clock(), sequence.active
@@ -652,7 +652,7 @@ class Run(Iterator[Event]):
             refresh.begin_round(work)
         emitted = [tokens for tokens, _ in top.step(opened, [sequence.missing for sequence in running])]
         control.last_retrieval_work = work
-        control.choose_lengths(len(running), self._setup.filling(running))
+        control.choose_lengths(len(running), *self._setup.filling(running))
         drafts = control.draft_tokens > 0 or control.retrieval_work is RetrievalWork.FULL
         drawn, tested = [], []
         for sequence, refresh, tokens, (proposed, accepted) in zip(running, refreshes, emitted, before, strict=True):

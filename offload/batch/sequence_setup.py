@@ -93,6 +93,24 @@ class Models:
         return replace(found, answer=answer, locks_embedding=self.locks_embedding)
 
 
+@dataclass(frozen=True)
+class MeasuredTiers:
+    """Tiers, which have measured their passes, and for what they were made."""
+
+    tiers: list[Tier]
+    drafts: dict[str, DraftTokens]
+    """By tier: the draft lengths that it may choose."""
+    begins: dict[str, float]
+    """By tier: the seconds of a pass as first expected; empty if lengths do not adapt."""
+
+    number: int
+    """The number of tiers, without lookup."""
+
+    def hold_for(self, drafts: dict[str, DraftTokens], begins: dict[str, float], number: int) -> bool:
+        """Whether the measurements hold for such passes, too."""
+        return (self.drafts, self.number) == (drafts, number) and _alike(self.begins, begins)
+
+
 _WORTH_WAITING = 64
 """A prompt waits for another prompt that is being read, if it has over this many more tokens in common with it than
 with known texts."""
@@ -109,13 +127,22 @@ _ALIKE = 1.125
 class SequenceSetup:
     """Opens the sequences of one run."""
 
-    def __init__(self, models: Models, graphs: Graphs, tiers: int, fresh_seed: int, expected: int = 1) -> None:
+    def __init__(
+        self,
+        models: Models,
+        graphs: Graphs,
+        tiers: int,
+        fresh_seed: int,
+        expected: int = 1,
+        earlier: MeasuredTiers | None = None,
+    ) -> None:
         """Args:
         models: the loaded models.
         graphs: captures passes.
         tiers: the number of tiers, 1 to 3.
         fresh_seed: the seed of the generator for sequences without a seed of their own.
         expected: the minimum number of sequences for which memory is planned when no sequence runs.
+        earlier: see `measured`, of an earlier run.
         """
         self._models, self._graphs, self._num_tiers = models, graphs, tiers
         self.target = models.target
@@ -127,8 +154,9 @@ class SequenceSetup:
         self._budget = 0  # the reduced budget of each sequence, if several do not fit with full budgets; else 0
         self.tiers: list[Tier] = []
         """The tiers, the one on the full cache first; none before a sequence was opened."""
-        self._drafts: dict[str, DraftTokens] = {}  # the draft lengths that the tiers may choose
-        self._begins: dict[str, float] = {}  # by tier: seconds of a pass as first expected; empty if they do not adapt
+        self.measured = earlier
+        """The tiers of the last sequences that began together, in this run or an earlier one. So a run does not have to
+        find out anew whether drafts pay."""
         self._filling_s = 0.0  # seconds of filling a sequence's drafting caches: expected, later measured
         self._filling_measured = False
         self.threads = DecodingThreads(adapts=False)
@@ -300,12 +328,12 @@ class SequenceSetup:
             passing += caches[0].plan.reserve_parts.get("fragmentation", 0) // 2
         return passing + sum(one.unallocated_bytes for one in caches)
 
-    def filling(self, sequences: Sequence[BatchSequence]) -> float:
-        """Seconds of filling the empty drafting caches of these sequences, divided by the mean number of tokens of a
-        sequence that are still to come. The sequences run together, or will."""
-        empty = sum(not one.active.drafting_filled for one in sequences)
+    def filling(self, sequences: Sequence[BatchSequence]) -> tuple[float, float]:
+        """Seconds of filling the empty drafting caches of these sequences: divided by the mean number of tokens of a
+        sequence that are still to come, and in all. The sequences run together, or will."""
+        seconds = self._filling_s * sum(not one.active.drafting_filled for one in sequences)
         tokens_left = sum(one.missing for one in sequences)
-        return empty * self._filling_s * len(sequences) / max(1, tokens_left)
+        return seconds * len(sequences) / max(1, tokens_left), seconds
 
     def note_filling(self, seconds: float) -> None:
         """Records how long it took to fill the drafting caches of a sequence."""
@@ -467,11 +495,10 @@ class SequenceSetup:
         drafts = {"verify": verify, "retrieval": lengths.retrieval_draft}
         begins = {name: cost.base + cost.per_row for name, cost in costs.items()}
         # From a single sequence, little is learnt that holds for the next: it would draft less than it should.
-        together = len(first) > 1
-        if together and adapts and self.tiers and self._drafts == drafts and _alike(begins, self._begins):
-            self.tiers[0].control.begin_with_empty_caches()
-            return self.tiers
-        self._drafts, self._begins = drafts, begins if adapts else {}
+        together = len(first) > 1 and adapts
+        if together and self.measured and self.measured.hold_for(drafts, begins, self._num_tiers):
+            self.measured.tiers[0].control.begin_with_empty_caches()
+            return self.measured.tiers
         self._to_measure = lengths if adapts and lengths.streamed_per_pass else None
         decoders = {"verify": models.target, "retrieval": models.target}
         if models.draft:
@@ -507,6 +534,8 @@ class SequenceSetup:
                 control.draft_with(drafter.control, drafts[control.name], models.settings.least_chance)
             tiers.insert(0, Tier(control.name, models.target, control, vocabulary, drafter))
         controls[0].begin_with_empty_caches()
+        if together:
+            self.measured = MeasuredTiers(tiers, drafts, begins, self._num_tiers)
         return tiers
 
     def _matcher(self, sequence: BatchSequence) -> Matcher | None:

@@ -158,14 +158,15 @@ class DraftControl:
 
     # Decisions.
 
-    def choose_lengths(self, batch: int = 1, filling: float = 0.0) -> float:
+    def choose_lengths(self, batch: int = 1, filling: float = 0.0, filling_s: float = 0.0) -> float:
         """Decides how many tokens are drafted for this tier and those below, for `batch` sequences, and when drafts end
         early. Unless these are fixed, it chooses what is expected to be fastest. Returns the expected seconds per token
         of each sequence for this tier.
 
-        Args: `filling`: see `StepCost`. It is measured, so it counts only if lengths may follow from measured times.
+        Args: `filling`, `filling_s`: see `StepCost`. They are measured, so they count only if lengths may follow from
+            measured times.
         """
-        filling = filling if self.adapts_to_time else 0.0
+        filling, filling_s = (filling, filling_s) if self.adapts_to_time else (0.0, 0.0)
         if self.lower is None or self._rests(batch):
             return self.cost.seconds(batch)
         draft_seconds = self.lower.choose_lengths(batch)
@@ -174,7 +175,7 @@ class DraftControl:
         most = most if self.fixed is not None else min(self.longest, most)
         self.asked_next = self.most_asked = None
         self.least_chance = 0.0
-        step = StepCost(self.cost, draft_seconds, self.acceptance.rate, batch, filling=filling)
+        step = StepCost(self.cost, draft_seconds, self.acceptance.rate, batch, filling=filling, filling_s=filling_s)
         if self.fixed is not None:
             self.draft_tokens = min(self.fixed, most)
             # Longer drafts are hardly ever asked for in full: the tier above needs fewer tokens.
@@ -217,6 +218,8 @@ class DraftControl:
             drafts = bool(tokens if probe is None else probe)
             self.retrieval_work = next_work(self.last_retrieval_work, drafts, self.may_skip_retrieval and not tokens)
             if self.retrieval_work is RetrievalWork.REBUILD:
+                if not tokens:  # the caches are filled only for a probe
+                    self.pays.pay(self._step.filling_s)
                 probe = 0
                 self.pays.postpone()
         return tokens, seconds, probe

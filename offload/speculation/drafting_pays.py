@@ -162,7 +162,8 @@ class DraftingPays:
         if self.on:
             lost, due = plain - seconds, self._since >= (self._interval if known_plain else 1)
         else:
-            lost = max((seconds - plain) * expected_tokens(step.rate, tokens), self._lost / 2)
+            slower = (seconds - step.filling - plain) * expected_tokens(step.rate, tokens)
+            lost = max(step.filling_s + slower, self._lost / 2)
             due = self._since >= self._interval and not too_short
         self._price = lost = max(lost, _UNFORESEEN * best)
         self._allowance = min(self._allowance, 2 * max(lost, best))
@@ -195,6 +196,10 @@ class DraftingPays:
     def begin_anew(self) -> None:
         """Says that another drafter drafts from here on. It is tried, independently of earlier results."""
         self.on, self._since, self._found = True, 0, _Recent(4 * _RECENT)
+
+    def pay(self, seconds: float) -> None:
+        """Says that a probe is prepared, which takes this time."""
+        self._allowance -= seconds
 
     def postpone(self) -> None:
         """Says that the next step is not the probe that was decided on."""

@@ -146,6 +146,8 @@ class StepCost:
     """The share of steps that have a draft when one is asked for. Lookup does not always find an earlier place."""
     filling: float = 0.0
     """Seconds of filling empty drafting caches, for each token of each sequence that is still to come."""
+    filling_s: float = 0.0
+    """Seconds of filling empty drafting caches, in all."""
 
     @property
     def without(self) -> float:

@@ -75,7 +75,7 @@ class LookupControl(DraftControl):
             self._tried = True
             self.model.judge(sequence, proposed, accepted)
 
-    def choose_lengths(self, batch: int = 1, filling: float = 0.0) -> float:
+    def choose_lengths(self, batch: int = 1, filling: float = 0.0, filling_s: float = 0.0) -> float:
         """See `DraftControl.choose_lengths`: decides how many tokens the model drafts, and returns the expected seconds
         per draft token."""
         if self.model is None:
