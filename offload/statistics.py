@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from typing import Any
 
 from .transfer.link import Traffic
 
@@ -65,12 +66,11 @@ class Statistics:
 
     def after_prefill(self, token: int, seconds: float, ttft_s: float) -> Statistics:
         """These statistics, with a prefill of `seconds` and its first token, `ttft_s` seconds after the request."""
-        return replace(self, token_ids=[*self.token_ids, token], prefill_s=seconds, ttft_s=ttft_s)
+        return self.changed(token_ids=[*self.token_ids, token], prefill_s=seconds, ttft_s=ttft_s)
 
     def after_round(self, tokens: list[int], seconds: float, refresh_s: float, *, drafted: bool) -> Statistics:
         """These statistics with a further round. It took `seconds`, including `refresh_s` for the retrieval cache."""
-        return replace(
-            self,
+        return self.changed(
             token_ids=[*self.token_ids, *tokens],
             rounds=self.rounds + 1,
             plain_rounds=self.plain_rounds + (not drafted),
@@ -78,6 +78,13 @@ class Statistics:
             refresh_s=self.refresh_s + refresh_s,
             token_s=[*self.token_s, *[seconds / len(tokens)] * len(tokens)],
         )
+
+    def changed(self, **values: Any) -> Statistics:
+        """These statistics with other values. Like `dataclasses.replace`, in a quarter of its time: each sequence needs
+        it twice in each round."""
+        made = object.__new__(Statistics)
+        vars(made).update(vars(self), **values)
+        return made
 
     @property
     def draft_acceptance(self) -> float | None:

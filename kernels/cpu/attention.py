@@ -268,7 +268,8 @@ class PreparedStep:
         ]
         firsts = [[layout.offset(piece.first) for layout in self._caches[piece.cache]] for piece in pieces]
         self._places[:, 1::2] = firsts
-        self._numbers[:, _AIMED] = [(piece.m, piece.diagonal, threads()) for piece in pieces]
+        number = threads()
+        self._numbers[:, _AIMED] = [(piece.m, piece.diagonal, number) for piece in pieces]
 
     def __call__(self, addresses: Sequence[int]) -> None:
         """Writes the keys and values of the rows into a layer's caches, and attends to these caches.

@@ -219,8 +219,7 @@ class BatchSequence:
         counts, read = opened.counts, opened.full.read_so_far()
         verify = counts["verify"]
         retrieval, draft = counts.get("retrieval", Counts()), counts.get("draft", Counts())
-        self.statistics = replace(
-            statistics,
+        self.statistics = statistics.changed(
             finish_reason=ended,
             verify_s=verify.seconds,
             retrieval_s=retrieval.seconds,

@@ -319,9 +319,10 @@ class FullCache:
             self.blocks.append(place, start - self.start, k, v)
         self._filled[layer] += k.shape[1]
 
-    def note_appended(self, layer: int, n: int) -> None:
-        """Counts `n` more tokens of a layer, whose keys and values were already written to their places."""
-        self._filled[layer] += n
+    def note_appended(self, layers: Iterable[int], n: int) -> None:
+        """Counts `n` more tokens of these layers, whose keys and values were already written to their places."""
+        for layer in layers:
+            self._filled[layer] += n
 
     def room_in_block(self) -> int:
         """How many more tokens fit into the last block; 0 if it is full."""
@@ -478,9 +479,9 @@ class FullCache:
             return self.windows.slice(layer, start, stop)
         return self.blocks.slice(place, start - self.start, stop - self.start)
 
-    def count_read(self, tokens: int) -> None:
-        """Counts the keys and values of `tokens` tokens in one layer as read."""
-        self.reads.num_bytes += tokens * self._kv_bytes // self.config.kv_layers
+    def count_read(self, tokens: int, layers: int = 1) -> None:
+        """Counts the keys and values of `tokens` tokens in each of this number of layers as read."""
+        self.reads.num_bytes += tokens * self._kv_bytes // self.config.kv_layers * layers
 
     def move_from(self, other: FullCache, length: int) -> None:
         """Moves the first `length` tokens of `other` into this empty cache, if the blocks can be moved. `other` must

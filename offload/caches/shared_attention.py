@@ -86,6 +86,8 @@ class SharedAttention:
         self._moved: Tensor | None = None  # the row numbers in this order, if it is not that of the sequences
         self._back: Tensor | None = None  # the inverse of `_moved`
         self._step = StepOfPass()
+        self._stepped: list[int] = []  # the layers of the current pass that a prepared step has computed
+        self._stepped_s = 0.0  # the time of their steps
         self._halves: list[int] = []  # bytes from a block's keys to its values, by holder
 
     def held(self) -> Held:
@@ -98,6 +100,7 @@ class SharedAttention:
     def prepare(self, counts: Sequence[int]) -> None:
         """Announces a pass over the next `counts[i]` tokens of each sequence."""
         caches = self._caches
+        self._stepped, self._stepped_s = [], 0.0
         self._counts, self.rows = list(counts), rows_of(counts)
         self._starts = [cache.length for cache in caches]
         self._mass_rows = [cache.mass_rows_of(count) for cache, count in zip(caches, counts, strict=True)]
@@ -222,14 +225,23 @@ class SharedAttention:
             put_rows(step.rows, layer, given, self._caches[0].rope, self.rotation)
         began = time.perf_counter()
         step(addresses)
+        self._stepped_s += time.perf_counter() - began
+        self._stepped.append(layer)
+        self._end_layer(layer)
+        return step.rows
+
+    def _end_layer(self, layer: int) -> None:
+        """Counts what steps have appended and read, after the last layer: all layers together."""
+        if layer < self._caches[0].config.kv_layers - 1 or not self._stepped:
+            return
         for cache, count in zip(self._caches, self._counts, strict=True):
-            cache.note_appended(layer, count)
+            cache.note_appended(self._stepped, count)
         read = [holder.cache.reads.num_bytes for holder in self._holders]
         for holder in self._holders:
             for span, first, m in holder.parts:
-                holder.cache.count_read(min(m, span.stop - holder.cache.start - first))
-        self._count_seconds(began, read)
-        return step.rows
+                holder.cache.count_read(min(m, span.stop - holder.cache.start - first), len(self._stepped))
+        self._count_seconds(self._stepped_s, read)
+        self._stepped = []
 
     def attend(self, layer: int, q: Tensor) -> Tensor:
         """Attention of the tokens that were appended last to all tokens so far.
@@ -239,6 +251,7 @@ class SharedAttention:
         Returns:
             `[num_heads, n, head_dim]`, in the order of the sequences.
         """
+        self._end_layer(layer)
         if self._caches[0].places[layer] is None:  # in such a layer, no keys and values are shared
             both = zip(self._caches, self.rows, strict=True)
             return torch.cat([cache.attend_rotated(layer, q[:, rows]) for cache, rows in both], dim=1)
@@ -267,15 +280,14 @@ class SharedAttention:
         if self._back is not None:
             out = out.index_select(1, self._back)
         if out.device.type == "cpu":
-            self._count_seconds(began, read)
+            self._count_seconds(time.perf_counter() - began, read)
         return out
 
-    def _count_seconds(self, began: float, read: Sequence[int]) -> None:
-        """Counts the time since `began` as time of reading, divided between the holders by the bytes that were read.
+    def _count_seconds(self, spent: float, read: Sequence[int]) -> None:
+        """Counts the time `spent` as time of reading, divided between the holders by the bytes that were read.
 
         Args: `read` has the bytes of each holder before.
         """
-        spent = time.perf_counter() - began
         shares = [holder.cache.reads.num_bytes - before for holder, before in zip(self._holders, read, strict=True)]
         whole = max(1, sum(shares))
         for holder, share in zip(self._holders, shares, strict=True):

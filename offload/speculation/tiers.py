@@ -293,8 +293,8 @@ class Tier:
             tokens.append(pending)
             if rated:
                 sure.append(rounded_certainties(logits, pending))
-        drawn, targets = torch.stack(tokens, dim=1), torch.stack(rows, dim=1)
-        return drawn, targets, torch.stack(sure, dim=1) if rated else None, unmasked
+        drawn, targets = _in_columns(tokens), _in_columns(rows)
+        return drawn, targets, _in_columns(sure) if rated else None, unmasked
 
     def _own_logits(self, sequences: Sequence[TokenSequence], logits: Sequence[Tensor]) -> list[Tensor]:
         """The logits of each sequence, copied if its grammar will mask them and log probabilities are needed."""
@@ -365,6 +365,11 @@ class Tier:
         """Whether nothing was compiled or captured in the last pass over these sequences."""
         used = sequences[0].passes[self.name] if len(sequences) == 1 else self._together(sequences)
         return used.was_steady()
+
+
+def _in_columns(tensors: Sequence[Tensor]) -> Tensor:
+    """`torch.stack(tensors, dim=1)`, without a copy if there is only one."""
+    return torch.stack(list(tensors), dim=1) if len(tensors) > 1 else tensors[0].unsqueeze(1)
 
 
 def cover(logits: Tensor, vocab_size: int) -> Tensor:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ...kernels.chunks import gather_chunks
 from ...kernels.layers import copy_rows
+from ...kernels.selection import STEP_ROWS
 from ...tp.model.config import ModelConfig
 from ...tp.pages import HUGE_PAGE, begins_as_zeros, has_huge_pages, lasting_memory
 from ..held import Held
@@ -175,6 +176,9 @@ class Blocks(Protocol):
         ...
 
 
+_NO_TRAFFIC = Traffic()
+
+
 class DeviceBlocks:
     """Blocks on the compute device. See `Blocks`."""
 
@@ -193,8 +197,8 @@ class DeviceBlocks:
         # By layer: the number of first blocks that may have other values behind their tokens. New pages are zeros, and
         # are not touched only to fill them with zeros; but what is restored from a damaged file may stay in them.
         self._doubtful = [0 if begins_as_zeros(one.nbytes, device) else len(one) for one in self._layers]
-        self._touched = [0] * config.num_layers  # the maximum number of tokens so far
-        self._footprint: tuple[list[int], Footprint] | None = None  # and `_touched` when it was computed
+        self._touched = 0  # the maximum number of tokens so far
+        self._footprint: tuple[int, Footprint] | None = None  # and `_touched` when it was computed
 
     @property
     def capacity(self) -> int:
@@ -211,8 +215,8 @@ class DeviceBlocks:
     @property
     def footprint(self) -> Footprint:
         if self._footprint is None or self._footprint[0] != self._touched:
-            untouched = sum(map(self._untouched_bytes, self._layers, self._touched))
-            self._footprint = self._touched.copy(), Footprint(untouched=untouched)
+            untouched = len(self._layers) * self._untouched_bytes(self._layers[-1], self._touched)
+            self._footprint = self._touched, Footprint(untouched=untouched)
         return self._footprint[1]
 
     def _untouched_bytes(self, blocks: Tensor, tokens: int) -> int:
@@ -229,12 +233,13 @@ class DeviceBlocks:
         return 0
 
     def traffic(self) -> Traffic:
-        return Traffic()
+        return _NO_TRAFFIC
 
     def prepare(
         self, start: int, n: int, *, rows: int | None = None, first_row: int | None = None, stop: int | None = None
     ) -> None:
-        pass
+        if n <= STEP_ROWS:  # a prepared step writes them without `append`
+            self._touched = max(self._touched, start + n)
 
     def release(self) -> None:
         pass
@@ -250,7 +255,7 @@ class DeviceBlocks:
         stop = start + k.shape[1]
         write_tokens(blocks, start, k, v, clean if clean < self._doubtful[layer] else len(blocks))
         self._clean[layer] = max(clean, -(-stop // self.block_size))
-        self._touched[layer] = max(self._touched[layer], stop)
+        self._touched = max(self._touched, stop)
 
     def pieces(self, layer: int, first: int, stop: int, *, joined: bool = False) -> Iterator[tuple[int, Tensor]]:
         for index in range(first // self.block_size, -(-stop // self.block_size)):
@@ -288,7 +293,7 @@ class DeviceBlocks:
                 place.copy_(piece)
         if stop % self.block_size and whole <= doubtful:
             blocks[stop // self.block_size][:, :, stop % self.block_size :].zero_()
-        self._clean[layer], self._touched[layer] = whole, max(self._touched[layer], stop)
+        self._clean[layer], self._touched = whole, max(self._touched, stop)
 
     def move_from(self, other: Blocks, length: int) -> bool:
         if not isinstance(other, DeviceBlocks):

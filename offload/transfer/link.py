@@ -59,6 +59,8 @@ class Traffic:
 
     def since(self, earlier: Traffic) -> Traffic:
         """The traffic after `earlier`."""
+        if self is earlier:
+            return Traffic()
         return Traffic(*(now - then for now, then in zip(vars(self).values(), vars(earlier).values(), strict=True)))
 
     def __add__(self, other: Traffic) -> Traffic:
