@@ -6,7 +6,8 @@ import fcntl
 import os
 import re
 import time
-from collections.abc import Iterator, Sequence
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -68,10 +69,56 @@ class SavedPrefix:
         return tuple(one for one in self.manifest.segments if one.first < self.tokens)
 
 
+_BEGINNING = 1024
+"""The maximum number of first token ids of a context that are kept in memory."""
+
+_Stamp = tuple[int, int, int]
+"""Inode, size and time of change of a manifest. Another manifest in its place has another stamp."""
+
+
+@dataclass(frozen=True)
+class _Beginning:
+    """What is kept in memory of a context, so that a search does not read the files of every context."""
+
+    stamp: _Stamp
+    fingerprint: str
+    shape: Shape
+    origin: Origin
+    token_ids: array[int] | None
+    """The first token ids, at most `_BEGINNING` of them; `None` if they are damaged."""
+    ends: list[tuple[int, str]]
+    """Of each segment: the position behind it, and `Segment.chain`."""
+
+    def alike(self, prompt: Sequence[int], first_ids: array[int], chains: dict[tuple[str, int], str]) -> int:
+        """The maximum number of leading tokens that a prompt may have in common with the context: the exact number if
+        they differ among the first `_BEGINNING` tokens.
+
+        Args:
+            first_ids: the first `_BEGINNING` tokens of the prompt.
+            chains: the hashes of the prompt so far, by the hash of the tokens before and by the last position. Those
+                that are missing are added.
+        """
+        if self.token_ids is not None and first_ids[: len(self.token_ids)] != self.token_ids:
+            pairs = enumerate(zip(first_ids, self.token_ids, strict=False))
+            return next((i for i, (ours, saved) in pairs if ours != saved), len(prompt))
+        first, chain = 0, self.fingerprint
+        for stop, wanted in self.ends:
+            if stop > len(prompt):
+                return len(prompt)
+            key = chain, stop
+            if key not in chains:
+                chains[key] = chained(chain, prompt[first:stop])
+            if chains[key] != wanted:
+                return stop
+            first, chain = stop, wanted
+        return first
+
+
 class ContextStore:
     """A directory of saved contexts.
 
-    The object keeps no state in memory, because other processes may change the directory at any time.
+    Other processes may change the directory at any time. So the object keeps nothing in memory but the beginnings of
+    contexts, for `find`. It looks whether their manifests have changed, and checks what it finds.
     """
 
     def __init__(
@@ -85,6 +132,7 @@ class ContextStore:
         """
         self.root, self.most_bytes, self.segment_tokens = root, most_bytes, segment_tokens
         self.disk = disk or Disk()
+        self._beginnings: dict[str, _Beginning] = {}
 
     def directory(self, name: str) -> Path:
         """The directory of the context with this name. It need not exist.
@@ -105,12 +153,50 @@ class ContextStore:
         Raises:
             ContextError: the contexts cannot be listed.
         """
+        return [name for name, _ in self._manifests()]
+
+    def _manifests(self) -> list[tuple[str, os.stat_result]]:
+        """The names of all contexts, sorted, each with the `stat` of its manifest.
+
+        Raises:
+            ContextError: see `names`.
+        """
+        found = []
         try:
-            return sorted(one.name for one in self.root.iterdir() if _is_name(one.name) and _exists(one / FILE_NAME))
+            for name in sorted(filter(_is_name, os.listdir(self.root))):
+                with suppress(OSError):
+                    found.append((name, os.stat(f"{self.root}/{name}/{FILE_NAME}")))
         except FileNotFoundError:
             return []
         except OSError as error:
             raise ContextError(f"the contexts in {self.root} cannot be listed: {error.strerror or error}") from error
+        return found
+
+    def _contexts(self) -> list[tuple[str, os.stat_result, _Beginning]]:
+        """The names of all contexts whose manifests can be read, sorted, each with the `stat` of its manifest, and its
+        beginning.
+
+        Raises:
+            ContextError: see `names`.
+        """
+        found = []
+        for name, stat in self._manifests():
+            known, stamp = self._beginnings.get(name), (stat.st_ino, stat.st_size, stat.st_mtime_ns)
+            if known is None or known.stamp != stamp:
+                with suppress(ContextError, OSError):
+                    found.append((name, stat, self._read_beginning(name, stamp)))
+            else:
+                found.append((name, stat, known))
+        # What cannot be read is looked at again next time.
+        self._beginnings = {name: one for name, _, one in found if one.token_ids is not None}
+        return found
+
+    def _read_beginning(self, name: str, stamp: _Stamp) -> _Beginning:
+        manifest, first = self.load(name), None
+        with suppress(ContextError, OSError):
+            first = array("i", self._ids(name, manifest, 0)[:_BEGINNING] if manifest.segments else [])
+        ends = [(segment.stop, segment.chain) for segment in manifest.segments]
+        return _Beginning(stamp, manifest.fingerprint, manifest.shape, manifest.origin, first, ends)
 
     def holds(self, name: str) -> bool:
         """Whether there is a context with this name, or the remains of one that was not removed completely.
@@ -232,15 +318,21 @@ class ContextStore:
         Raises:
             ContextError: see `names`.
         """
-        found: list[tuple[int, float, SavedPrefix]] = []
-        for name in self.names():
-            try:
+        first_ids, chains = array("i", token_ids[:_BEGINNING]), dict[tuple[str, int], str]()
+        candidates = [
+            (one.alike(token_ids, first_ids, chains), _time(stat), name)
+            for name, stat, one in self._contexts()
+            if one.fingerprint == fingerprint and one.shape == shape
+        ]
+        best, found = (least, -1.0), None
+        for most, used, name in sorted(candidates, reverse=True):
+            if (most, used) <= best:
+                break  # nor do those behind it have more tokens in common
+            with suppress(ContextError, OSError):
                 prefix = self.prefix_of(name, fingerprint, shape, token_ids)
-            except (ContextError, OSError):
-                continue
-            if prefix and prefix.tokens >= least:
-                found.append((prefix.tokens, self.used(name), prefix))
-        return max(found, key=lambda one: one[:2])[2] if found else None
+                if prefix and (prefix.tokens, used) > best:
+                    best, found = (prefix.tokens, used), prefix
+        return found
 
     def any_of_shape(self, shape: Shape) -> bool:
         """Whether any context has keys and values of this shape. If not, the model's fingerprint need not be computed.
@@ -248,21 +340,14 @@ class ContextStore:
         Raises:
             ContextError: see `names`.
         """
-        for name in self.names():
-            try:
-                if self.load(name).shape == shape:
-                    return True
-            except ContextError:
-                continue
-        return False
+        return any(one.shape == shape for _, _, one in self._contexts())
 
     def used(self, name: str) -> float:
         """The time when a context was last saved or restored, in seconds since 1970; 0 if it is unknown."""
         try:
-            when = (self.directory(name) / FILE_NAME).stat().st_mtime
+            return _time((self.directory(name) / FILE_NAME).stat())
         except OSError:
             return 0.0
-        return when if 0 <= when < LATEST else 0.0
 
     def note_use(self, name: str) -> None:
         """Records the current time as the time of last use. Does nothing if the manifest's time cannot be changed."""
@@ -272,15 +357,16 @@ class ContextStore:
     def disk_bytes(self, names: Sequence[str] | None = None) -> int:
         """Disk space of the named contexts in bytes; `None`: of all contexts. A file that several contexts share counts
         once."""
-        sizes: dict[tuple[int, int], int] = {}
-        for name in self.names() if names is None else names:
-            for path in self._files(name):
-                try:
-                    stat = path.stat()
-                except OSError:
-                    continue
+        return _total(map(self._sizes, self.names() if names is None else names))
+
+    def _sizes(self, name: str) -> dict[tuple[int, int], int]:
+        """The disk space of each file of a context, in bytes, by device and inode."""
+        sizes = {}
+        for path in self._files(name):
+            with suppress(OSError):
+                stat = path.stat()
                 sizes[stat.st_dev, stat.st_ino] = stat.st_blocks * 512
-        return sum(sizes.values())
+        return sizes
 
     def free_bytes(self) -> int:
         """Free disk space in bytes."""
@@ -425,8 +511,9 @@ class ContextStore:
         """
         removed: list[str] = []
         self._remove_remains()
-        for name in sorted(self.names(), key=self.used):
-            if self.disk_bytes() <= most_bytes:
+        sizes = {name: self._sizes(name) for name in self.names()}
+        for name in sorted(sizes, key=self.used):
+            if _total(sizes.values()) <= most_bytes:
                 break
             if name in keep:
                 continue
@@ -435,11 +522,13 @@ class ContextStore:
             except ContextError:
                 continue
             removed.append(name)
+            del sizes[name]
         return removed
 
     def of_operator(self) -> list[str]:
         """The names of the contexts that no client of a server saved, and of those with a damaged manifest."""
-        return [name for name in self.names() if self.origin_of(name) != "client"]
+        of_clients = {name for name, _, one in self._contexts() if one.origin == "client"}
+        return [name for name in self.names() if name not in of_clients]
 
     def origin_of(self, name: str) -> Origin | None:
         """Who had a context saved; `None` if there is no such context, or its manifest cannot be read."""
@@ -500,6 +589,16 @@ class ContextStore:
 def _is_name(name: str) -> bool:
     """Whether a context can have this name."""
     return bool(_NAME.fullmatch(name)) and not name.endswith(" ") and len(name.encode()) <= _LONGEST_NAME
+
+
+def _total(sizes: Iterable[dict[tuple[int, int], int]]) -> int:
+    """The sum of the sizes of files; a file that comes several times counts once."""
+    return sum({file: size for some in sizes for file, size in some.items()}.values())
+
+
+def _time(stat: os.stat_result) -> float:
+    """The time of last change, in seconds since 1970; 0 if it cannot be true."""
+    return stat.st_mtime if 0 <= stat.st_mtime < LATEST else 0.0
 
 
 def _exists(path: Path) -> bool:

@@ -1,9 +1,11 @@
 """The store: names, permissions, what contexts share, the quota, and several processes at once."""
 
 import os
+import random
 import shutil
 import threading
 import time
+from contextlib import suppress
 
 import pytest
 from hooked_disk import HookedDisk
@@ -11,6 +13,7 @@ from tiny import random_tokens
 from tiny_contexts import NAME, NEW_TOKENS, QUESTION, SAMPLINGS, SEGMENT, TEXT, TinyContexts, assert_whole, store_at
 from triforce.offload.contexts.manifest import ContextError
 from triforce.offload.contexts.model import ContextRequest
+from triforce.offload.contexts.store import ContextStore
 from triforce.tp.errors import UsageError
 
 OTHER = random_tokens(100, seed=21)
@@ -317,6 +320,81 @@ def test_finding_needs_no_name_and_passes_over_what_is_damaged(tiny, root):
     (root / "long" / "manifest.json").unlink()
     result = tiny.on(root).generate(long + QUESTION, SAMPLINGS[0], 2, contexts=find)
     assert result.stats["context"] is None and result.stats["warnings"] == []
+
+
+class CountingStore(ContextStore):
+    """A store that remembers which manifests it has read."""
+
+    loaded: list[str]
+
+    def load(self, name):
+        self.loaded.append(name)
+        return super().load(name)
+
+
+def counting_store(root):
+    store = CountingStore(root, segment_tokens=SEGMENT)
+    store.loaded = []
+    return store
+
+
+def test_a_search_finds_what_comparing_with_every_context_finds(tiny, tmp_path):
+    """Contexts that differ from a prompt at once, behind whole segments, within one, and behind what is kept in memory;
+    that change, are replaced, and are removed between two searches of the same store."""
+    root, chance = tmp_path / "contexts", random.Random(7)
+    store, contexts = counting_store(root), tiny.engine.contexts
+    long = random_tokens(1300, seed=60)
+    texts = [long[:cut] + random_tokens(150, seed=cut) for cut in (0, 3, SEGMENT, SEGMENT + 9, 1020, 1150)]
+    texts += [long[:70], long[:1024], [*long[:1150], *random_tokens(150, seed=1)]]
+    for number, text in enumerate(texts):
+        tiny.read(root, text, name=f"c{number}")
+
+    def compare():
+        cuts = 1, 63, 64, 65, 1023, 1024, 1025
+        prompts = [*texts, long, *(long[:cut] + random_tokens(40, seed=cut) for cut in cuts)]
+        for prompt in chance.sample(prompts, len(prompts)):
+            for least in (1, 64):
+                every = []
+                for name in store_at(root).names():
+                    with suppress(ContextError):
+                        found = store_at(root).prefix_of(name, contexts.fingerprint, contexts.shape, prompt)
+                        if found and found.tokens >= least:
+                            every.append((found.tokens, store.used(name), found))
+                best = max(every, key=lambda one: one[:2], default=None)
+                found = store.find(contexts.fingerprint, contexts.shape, prompt, least)
+                assert (found and (found.name, found.tokens)) == (best and (best[2].name, best[2].tokens))
+
+    compare()
+    store.note_use("c5")  # of two alike, the one that was used last
+    compare()
+    store.remove("c0")
+    tiny.read(root, [*texts[1], *random_tokens(80, seed=61)], name="c1")  # goes on
+    store.remove("c2")
+    tiny.read(root, long[:900], name="c2")  # another text
+    next((root / "c7").glob("*.safetensors")).write_bytes(b"damaged")
+    (root / "c6" / "manifest.json").write_bytes(b"{")
+    compare()
+
+
+def test_a_search_reads_the_manifests_that_have_changed_and_that_of_what_it_finds(tiny, tmp_path):
+    root = tmp_path / "contexts"
+    texts = {name: random_tokens(200, seed=ord(name)) for name in "abcd"}
+    for name, text in texts.items():
+        tiny.read(root, text, name=name)
+    store, contexts = counting_store(root), tiny.engine.contexts
+
+    def loaded_by_search():
+        store.loaded.clear()
+        found = store.find(contexts.fingerprint, contexts.shape, texts["b"], 64)
+        assert found and found.name == "b"
+        return sorted(store.loaded)
+
+    assert loaded_by_search() == ["a", "b", "b", "c", "d"]
+    assert loaded_by_search() == ["b"]
+    store.note_use("c")
+    assert loaded_by_search() == ["b", "c"]
+    assert store.any_of_shape(contexts.shape) and store.of_operator() == ["a", "b", "c", "d"]
+    assert sorted(store.loaded) == ["b", "c"]
 
 
 def test_what_weights_hash_to_is_noted_and_done_without_where_it_cannot_be(tiny, tmp_path):
