@@ -22,6 +22,7 @@ from ...kernels.delta_rule import DeltaWeights
 from ...tp.decoder import Decoder
 from ...tp.devices import to_device
 from ...tp.model.config import ModelConfig
+from ...tp.pages import begins_as_zeros, lasting_memory
 from ..held import Held, held_scratch
 from .hidden_states import HiddenStates, hidden_state_bytes
 from .states import LEAST_ROWS, States
@@ -93,7 +94,9 @@ class StreamingCache:
 
         def zeros(n: int) -> list[Tensor]:
             shape = (config.kv_layers, config.num_kv_heads, n, config.head_dim)
-            return list(torch.zeros(shape, dtype=decoder.dtype, device=decoder.device))
+            # New pages take no time until they are used: many answers end before anything is drafted.
+            memory = lasting_memory(shape, decoder.dtype, decoder.device)
+            return list(memory if begins_as_zeros(memory.nbytes, decoder.device) else memory.zero_())
 
         self._sink_keys, self._sink_values = zeros(sinks), zeros(sinks)  # rotated: their position never changes
         self._keys, self._values = zeros(self._room), zeros(self._room)  # recent keys, not rotated
