@@ -1,5 +1,6 @@
 """Models of several families, with a draft, for sequences that are decoded together."""
 
+import gc
 from typing import Any
 
 import pytest
@@ -37,3 +38,12 @@ class Models(dict):
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
     return Models(tmp_path_factory.mktemp("models"))
+
+
+@pytest.fixture
+def uncollected():
+    """What refers to itself is not freed."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()

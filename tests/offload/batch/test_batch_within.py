@@ -129,15 +129,6 @@ def test_who_waits_for_memory_gets_what_the_first_one_leaves(models, monkeypatch
         assert sequence.statistics.token_ids == greedy_oracle(models["llama"][1], prompt, 8)
 
 
-@pytest.fixture
-def uncollected():
-    """What refers to itself is not freed."""
-    gc.collect()
-    gc.disable()
-    yield
-    gc.enable()
-
-
 @pytest.mark.usefixtures("uncollected")
 def test_a_batch_in_which_one_waited_for_memory_is_gone_when_the_next_run_begins(models):
     """Its caches would be on the device until the next garbage collection."""

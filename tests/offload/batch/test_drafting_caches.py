@@ -2,6 +2,7 @@
 and with no effect on any text."""
 
 import random
+import weakref
 from typing import Any
 
 import pytest
@@ -130,6 +131,29 @@ def test_sequences_that_follow_others_in_a_run_go_on_from_what_those_have_measur
     run = engine.run(source, max_sequences=4)
     controls = {event.sequence.tag: run.tiers[0].control for event in run if isinstance(event, Ended)}
     assert controls[0] is controls[1] and len({id(control) for control in controls.values()}) == 4
+
+
+@pytest.mark.usefixtures("uncollected")
+@pytest.mark.parametrize("more", ["", ",lookup"])
+def test_a_later_run_of_several_goes_on_from_what_an_earlier_one_measured_and_keeps_nothing_else_of_it(models, more):
+    given: dict[str, Any] = {"device": "cpu", "dtype": "float32", "budget": 64}
+    engine, caches = Engine.load(models["llama"][0], f"{models.root / 'draft'}{more}", **given), []
+
+    def control(prompts, tiers=None):
+        batch = engine.batch([Request(prompt, GREEDY, 6, ignore_eos=True) for prompt in prompts], tiers=tiers)
+        for _ in batch:
+            caches.extend(weakref.ref(one.active.full) for one in batch.sequences if one.active_or_none)
+        return batch.run.tiers[0].control
+
+    first = control(PROMPTS[:3])
+    assert control(PROMPTS[:1]) is not first  # one alone
+    assert control(PROMPTS[3:5]) is first
+    assert control(PROMPTS[:3], tiers=1) is not first
+    long = [random_tokens(3000, seed=seed) for seed in (5, 6)]
+    assert control(long) is not first
+    engine.generate(QUESTIONS[0], GREEDY, 1)
+    engine._kept.forget_all()
+    assert caches and {cache() for cache in caches} <= {None, *engine._kept.caches}
 
 
 def test_a_round_that_was_broken_off_before_caches_were_filled_leaves_them_to_the_next(models, monkeypatch):

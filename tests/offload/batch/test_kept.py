@@ -446,3 +446,16 @@ def test_bytes_of_ended_texts_are_those_that_they_take(models, resident):
     compare()
     played(engine, asked([*second, *random_tokens(100, seed=6)], "b"), on_event=compare)
     assert seen and all(seen)
+
+
+def test_tokens_of_answers_count_as_touched(models):
+    """Whether one is decoded alone or beside another, with a pass for each token."""
+    engine = models.engine("llama", tiers=1)
+    one = engine.generate(random_tokens(40), GREEDY, 60, ignore_eos=True)
+    played(engine, *(asked(random_tokens(40, seed=seed), str(seed), 60) for seed in (1, 2)))
+    caches = [text.full for text in engine._kept._texts]
+    assert len(caches) >= 3 and one.token_ids
+    for cache in caches:
+        blocks = cache.blocks
+        assert cache.length >= 98 and blocks._touched >= cache.length
+        assert blocks.footprint.untouched == sum(blocks._untouched_bytes(x, blocks._touched) for x in blocks._layers)

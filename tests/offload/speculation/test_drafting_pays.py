@@ -9,7 +9,7 @@ import pytest
 from tiny import greedy_oracle, random_tokens, save_llama
 from triforce.offload import Engine, Request, Sampling
 from triforce.offload.speculation.control import DraftControl
-from triforce.offload.speculation.drafting_pays import DraftingPays
+from triforce.offload.speculation.drafting_pays import LEARNING, SHARE, DraftingPays
 from triforce.offload.speculation.lengths import Acceptance, DraftTokens, PassCost, StepCost
 from triforce.offload.speculation.refresh import RefreshPolicy, RetrievalRefresh, RetrievalWork, next_work
 
@@ -159,6 +159,42 @@ def test_caches_are_filled_where_the_tokens_to_come_are_worth_it(filling, drafts
         pays.note(replace(first, filling=0.0), 4, 4, 3.0, first.expected(4))
     tokens, _, probe = pays.decide(pays.known(first), 8)
     assert (tokens > 0) == drafts and (drafts or not probe)
+
+
+def test_a_try_is_paid_for_with_the_filling_of_caches():
+    """Where drafting loses, it is tried again when its price, with that of filling empty caches, has been saved up."""
+
+    def steps_to_a_try(filling_s):
+        pays, step = DraftingPays(), StepCost(PassCost(1.0, 0.5), 0.05, 0.3, plain=1.0, filling_s=filling_s)
+        for _ in range(2 * LEARNING):
+            tokens, _, probe = pays.decide(pays.known(step), 8)
+            drafted = tokens if probe is None else probe
+            pays.note(step, drafted, drafted, 1.3 if drafted else 1.0, step.expected(drafted) if drafted else 1.0)
+        for number in range(10_000):
+            tokens, _, probe = pays.decide(pays.known(step), 8)
+            assert not tokens
+            if probe:
+                return number
+            pays.note(step, 0, 0, 1.0, 1.0)
+        return None
+
+    soon, late = steps_to_a_try(0.0), steps_to_a_try(8.0)
+    assert soon is not None and soon < 200
+    assert late is not None and 8.0 / SHARE <= late + 2 * LEARNING <= 8.0 / SHARE + 300
+
+
+def test_who_fills_caches_for_a_try_pays_before_it():
+    control = DraftControl("verify", PassCost(1.0, 0.5))
+    control.draft_with(DraftControl("retrieval", PassCost(0.05, 0.001)), DraftTokens(None, 8), None)
+    control.may_skip_retrieval, control.last_retrieval_work = True, RetrievalWork.NONE
+    control.pays.on, control.pays._written = False, LEARNING
+    for _ in range(3):
+        control.pays.note(StepCost(control.cost, 0.05, 0.3), 0, 0, 1.0, 1.0)
+    control.pays._allowance, control.pays._since = 30.0, 100
+    control.choose_lengths(1, 0.01, 8.0)
+    assert control.retrieval_work is RetrievalWork.REBUILD and not control.draft_tokens
+    assert control.pays._price > 8.0
+    assert control.pays._allowance == pytest.approx(2 * control.pays._price - 8.0)  # more is not saved up
 
 
 def test_lengths_that_must_not_follow_from_times_do_not_follow_from_what_filling_takes():

@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from ....offload import Engine
+from ....offload.contexts.manifest import ContextError
+from ....offload.contexts.model import ModelContexts
 from ....tp.errors import PeerError, TriforceError
 from ....tp.weights.tokenizer import Tokenizer
 from ...session.open import ROOM, load_engine
@@ -95,7 +97,7 @@ class Worker:
             engine = load_engine(self._options, None, ROOM)
             # Its own tokenizer: the other thread's may be encoding, which some do not allow beside anything else.
             tokenizer = Tokenizer.load(self._directory)
-            if engine.contexts and self._options.save_prompts:
+            if engine.contexts and (self._options.save_prompts or _holds_contexts(engine.contexts)):
                 _ = engine.contexts.fingerprint  # it reads the weights: now, and not while answers are written
             engine.start_threads()  # now, so that their number stays as it is
             self.engine = engine
@@ -146,3 +148,11 @@ class Worker:
                 )
                 if self._options.debug:
                     traceback.print_exc()
+
+
+def _holds_contexts(contexts: ModelContexts) -> bool:
+    """Whether there are saved contexts for this model. Their beginnings are in memory from here on."""
+    try:
+        return contexts.store.any_of_shape(contexts.shape)
+    except ContextError:
+        return False
