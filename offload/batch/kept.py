@@ -592,6 +592,8 @@ class KeptCache:
         decides."""
         holders = dict.fromkeys(holder.blocks for cache in caches for holder in cache.holders)
         ranks = self._decoder.ranks
+        if self._decoder.device.type == "cpu" and self._on_cpu:
+            return
         may = bool(self._droppable(None)) or any(blocks.footprint.spare for blocks in holders)
         if not may and ranks.size == 1:
             return

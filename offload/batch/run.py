@@ -118,6 +118,7 @@ class Run(Iterator[Event]):
         self._most_kv_bytes = 0  # maximum bytes of keys and values on this rank, noted when a sequence leaves
         self._traffic_before = setup.traffic()
         self._described: list[dict[str, Any]] = []  # the JSON of the first sequence that has ended
+        self._last_lengths: dict[str, int] | None = None  # after the end: a later run may change those of the tiers
         self._steps = self._run()
 
     @torch.inference_mode()
@@ -169,7 +170,9 @@ class Run(Iterator[Event]):
 
     @property
     def lengths(self) -> dict[str, int]:
-        """The current `draft_length` and `block_length`, in tokens; 0 means no draft."""
+        """The current `draft_length` and `block_length`, in tokens; 0 means no draft. After the run, the last ones."""
+        if self._last_lengths is not None:
+            return self._last_lengths
         lengths = {tier.name: tier.control.draft_tokens if tier.drafter else 0 for tier in self.tiers}
         return {"draft_length": lengths.get("retrieval", 0), "block_length": lengths.get("verify", 0)}
 
@@ -284,6 +287,7 @@ class Run(Iterator[Event]):
             yield from self._let_go()  # an interrupted run yields no such events
             whole = True
         finally:
+            self._last_lengths = self.lengths
             with ExitStack() as ending:  # runs every step, even if one fails
                 for sequence in self.live:
                     ending.callback(self._finish_saving, sequence, together=whole)
@@ -630,7 +634,9 @@ class Run(Iterator[Event]):
             began = self._system.clock()
             try:
                 on_all_ranks(self._target, self._system, fill)
-                self._setup.note_filling(self._system.clock() - began)
+                seconds = self._system.clock() - began
+                self._setup.note_filling(seconds)
+                self.tiers[0].control.pays.note_filling(seconds)
             except ReadingError as error:
                 if self._alone:
                     raise error.failure from None

@@ -122,7 +122,9 @@ class ActiveSequence(TokenSequence):
         parts = {"retrieval": plan.retrieval, "mass": plan.mass, "scratch": plan.scratch}
         own = (self.full, *([self.drafting] if self.drafting else []), self.passes["verify"])  # no shared caches
         held = bytes_by_part(one for holder in own for one in holder.held() if one[0] in parts)
-        return sum(max(0, size // plan.request.sequences - held.get(part, 0)) for part, size in parts.items())
+        found = sum(max(0, size // plan.request.sequences - held.get(part, 0)) for part, size in parts.items())
+        streaming = self.drafting.streaming if self.drafting else None
+        return found + (streaming.untouched_bytes if streaming else 0)
 
 
 class BatchSequence:

@@ -29,7 +29,7 @@ from ..settings import Settings
 from ..speculation.confidence import Confidence
 from ..speculation.control import READ_TOGETHER, DraftControl
 from ..speculation.grammar import Grammars, Matcher
-from ..speculation.lengths import Acceptance, DraftTokens
+from ..speculation.lengths import Acceptance
 from ..speculation.lookup import LookupControl, LookupTier
 from ..speculation.noise import CommonNoise, FreshNoise, Noise, key_of
 from ..speculation.refresh import RefreshPolicy, RetrievalRefresh
@@ -93,22 +93,24 @@ class Models:
         return replace(found, answer=answer, locks_embedding=self.locks_embedding)
 
 
-@dataclass(frozen=True)
+@dataclass
 class MeasuredTiers:
-    """Tiers, which have measured their passes, and for what they were made."""
+    """Tiers, which measure their passes, and for what they were made."""
 
     tiers: list[Tier]
-    drafts: dict[str, DraftTokens]
-    """By tier: the draft lengths that it may choose."""
+    made_for: tuple[object, ...]
+    """Settings, draft model, number of tiers, and the draft lengths that they may choose."""
     begins: dict[str, float]
-    """By tier: the seconds of a pass as first expected; empty if lengths do not adapt."""
+    """By tier: the seconds of a pass as first expected."""
+    filling_s: float
+    """Seconds of filling a sequence's drafting caches: expected, later measured."""
+    filling_measured: bool = False
+    to_measure: RunPlan | None = None
+    """The plan for `use_measured_link`, until the link was measured."""
 
-    number: int
-    """The number of tiers, without lookup."""
-
-    def hold_for(self, drafts: dict[str, DraftTokens], begins: dict[str, float], number: int) -> bool:
+    def hold_for(self, made_for: tuple[object, ...], begins: dict[str, float]) -> bool:
         """Whether the measurements hold for such passes, too."""
-        return (self.drafts, self.number) == (drafts, number) and _alike(self.begins, begins)
+        return self.made_for == made_for and _alike(self.begins, begins)
 
 
 _WORTH_WAITING = 64
@@ -149,18 +151,19 @@ class SequenceSetup:
         self._fresh_seed = fresh_seed
         self._generator = torch.Generator(models.target.device).manual_seed(fresh_seed)
         self._expected = expected
-        self._to_measure: RunPlan | None = None  # the plan for `use_measured_link`, until the link was measured
         self._moved_before = models.kept.moved
         self._budget = 0  # the reduced budget of each sequence, if several do not fit with full budgets; else 0
-        self.tiers: list[Tier] = []
-        """The tiers, the one on the full cache first; none before a sequence was opened."""
+        self._current: MeasuredTiers | None = None
         self.measured = earlier
         """The tiers of the last sequences that began together, in this run or an earlier one. So a run does not have to
         find out anew whether drafts pay."""
-        self._filling_s = 0.0  # seconds of filling a sequence's drafting caches: expected, later measured
-        self._filling_measured = False
         self.threads = DecodingThreads(adapts=False)
         """The CPU threads of rounds; chosen when a sequence is opened."""
+
+    @property
+    def tiers(self) -> list[Tier]:
+        """The tiers, the one on the full cache first; none before a sequence was opened."""
+        return self._current.tiers if self._current else []
 
     def traffic(self) -> Traffic:
         """The traffic over the link, and from and to a disk, so far."""
@@ -260,9 +263,9 @@ class SequenceSetup:
             full, plan = self._full_cache(sequence, request, first=True, reuse=reuse, on_memory=on_memory)
             if plan.budget < planned_budget(request.settings, request.context):
                 self._budget = plan.budget
-            tiers = self._make_tiers(replace(request, sequences=1), plan, waiting)
-            if tiers is not self.tiers:
-                self.tiers = tiers
+            made = self._make_tiers(replace(request, sequences=1), plan, waiting)
+            if made is not self._current:
+                self._current = made
                 adapts = self.target.device.type == "cpu" and models.settings.threads is None
                 self.threads = DecodingThreads(adapts and self.tiers[0].control.adapts_to_time)
         else:
@@ -331,27 +334,31 @@ class SequenceSetup:
     def filling(self, sequences: Sequence[BatchSequence]) -> tuple[float, float]:
         """Seconds of filling the empty drafting caches of these sequences: divided by the mean number of tokens of a
         sequence that are still to come, and in all. The sequences run together, or will."""
-        seconds = self._filling_s * sum(not one.active.drafting_filled for one in sequences)
+        assert self._current
+        seconds = self._current.filling_s * sum(not one.active.drafting_filled for one in sequences)
         tokens_left = sum(one.missing for one in sequences)
         return seconds * len(sequences) / max(1, tokens_left), seconds
 
     def note_filling(self, seconds: float) -> None:
         """Records how long it took to fill the drafting caches of a sequence."""
-        self._filling_s = (self._filling_s + seconds) / 2 if self._filling_measured else seconds
-        self._filling_measured = True
+        made = self._current
+        assert made
+        made.filling_s = (made.filling_s + seconds) / 2 if made.filling_measured else seconds
+        made.filling_measured = True
 
     def use_measured_link(self) -> None:
         """Computes the expected time of a verification from the measured bandwidth of the link, instead of a data
         sheet. A card may have fewer lanes than its data sheet says. It is called after each prefill, and takes effect
         once enough bytes have crossed the link. In a prefill, all streamed blocks cross it. Every rank calls it: the
         slowest link counts, as ranks wait for it. If lengths do not adapt, they must not depend on the measurement."""
-        plan = self._to_measure
-        if plan is None:
+        made = self._current
+        plan = made and made.to_measure
+        if made is None or plan is None:
             return
         (carried,) = self.target.ranks.least([int(self.traffic().bytes_per_s or 0)])
         if carried:  # else too little crossed the link, because the text's cache was reused
-            self._to_measure = None
-            self.tiers[0].control.cost = PassTimes(plan, self._models.hardware(carried)).costs()["verify"]
+            made.to_measure = None
+            made.tiers[0].control.cost = PassTimes(plan, self._models.hardware(carried)).costs()["verify"]
 
     def rotates_otherwise(self, sequence: BatchSequence) -> bool:
         """Whether the keys of a sequence need other rotation angles than those of running sequences. With dynamic RoPE,
@@ -476,9 +483,9 @@ class SequenceSetup:
     def _passes(self, name: str, decoder: Decoder, cache: Any) -> Passes:
         return Passes(decoder, cache, self._graphs, padded=self._models.padded and name == "verify")
 
-    def _make_tiers(self, request: RunRequest, plan: RunPlan, first: Sequence[BatchSequence]) -> list[Tier]:
-        """Makes the tiers, with the expected costs of their passes. Returns the existing tiers of the run if their
-        measurements hold for these passes too."""
+    def _make_tiers(self, request: RunRequest, plan: RunPlan, first: Sequence[BatchSequence]) -> MeasuredTiers:
+        """Makes the tiers, with the expected costs of their passes. Returns existing tiers if their measurements hold
+        for these passes too."""
         models = self._models
         # Sequences that join later cannot change this.
         adapts = models.exact or not any(one.order.sampling.seed is not None for one in first)
@@ -490,16 +497,14 @@ class SequenceSetup:
         lengths = replace(lengths, request=replace(lengths.request, sequences=1))
         times = PassTimes(lengths, models.hardware())
         costs = times.costs()
-        if not self._filling_measured:
-            self._filling_s = times.filling()
         drafts = {"verify": verify, "retrieval": lengths.retrieval_draft}
         begins = {name: cost.base + cost.per_row for name, cost in costs.items()}
         # From a single sequence, little is learnt that holds for the next: it would draft less than it should.
         together = len(first) > 1 and adapts
-        if together and self.measured and self.measured.hold_for(drafts, begins, self._num_tiers):
+        made_for = models.settings, models.draft, self._num_tiers, drafts
+        if together and self.measured and self.measured.hold_for(made_for, begins):
             self.measured.tiers[0].control.begin_with_empty_caches()
-            return self.measured.tiers
-        self._to_measure = lengths if adapts and lengths.streamed_per_pass else None
+            return self.measured
         decoders = {"verify": models.target, "retrieval": models.target}
         if models.draft:
             decoders["draft"] = models.draft
@@ -534,9 +539,11 @@ class SequenceSetup:
                 control.draft_with(drafter.control, drafts[control.name], models.settings.least_chance)
             tiers.insert(0, Tier(control.name, models.target, control, vocabulary, drafter))
         controls[0].begin_with_empty_caches()
+        made = MeasuredTiers(tiers, made_for, begins, times.filling())
+        made.to_measure = lengths if adapts and lengths.streamed_per_pass else None
         if together:
-            self.measured = MeasuredTiers(tiers, drafts, begins, self._num_tiers)
-        return tiers
+            self.measured = made
+        return made
 
     def _matcher(self, sequence: BatchSequence) -> Matcher | None:
         """The matcher of the sequence's grammar; `None` without a grammar.

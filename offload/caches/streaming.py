@@ -92,11 +92,17 @@ class StreamingCache:
         self._room = window + 2 * slack
         self._rope.reserve(sinks + self._room)
 
+        self.untouched_bytes = 0
+        """Bytes that no token has used yet, in new pages. The system counts them as free."""
+
         def zeros(n: int) -> list[Tensor]:
             shape = (config.kv_layers, config.num_kv_heads, n, config.head_dim)
             # New pages take no time until they are used: many answers end before anything is drafted.
             memory = lasting_memory(shape, decoder.dtype, decoder.device)
-            return list(memory if begins_as_zeros(memory.nbytes, decoder.device) else memory.zero_())
+            if not begins_as_zeros(memory.nbytes, decoder.device):
+                return list(memory.zero_())
+            self.untouched_bytes += memory.nbytes
+            return list(memory)
 
         self._sink_keys, self._sink_values = zeros(sinks), zeros(sinks)  # rotated: their position never changes
         self._keys, self._values = zeros(self._room), zeros(self._room)  # recent keys, not rotated
@@ -159,6 +165,7 @@ class StreamingCache:
         return self.hidden_states.before(self.length, n)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        self.untouched_bytes = 0
         parts = []
         taken, n = 0, q.shape[1]
         while taken < n:

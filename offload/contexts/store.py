@@ -73,10 +73,11 @@ _BEGINNING = 1024
 """The maximum number of first token ids of a context that are kept in memory."""
 
 _Stamp = tuple[int, int, int]
-"""Inode, size and time of change of a manifest. Another manifest in its place has another stamp."""
+"""Inode, size and time of modification of a manifest. Another manifest in its place differs in them, as good as always.
+If it did not, a search could miss the context. What a search finds is read anew."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Beginning:
     """What is kept in memory of a context, so that a search does not read the files of every context."""
 
@@ -84,14 +85,15 @@ class _Beginning:
     fingerprint: str
     shape: Shape
     origin: Origin
-    token_ids: array[int] | None
-    """The first token ids, at most `_BEGINNING` of them; `None` if they are damaged."""
     ends: list[tuple[int, str]]
     """Of each segment: the position behind it, and `Segment.chain`."""
+    token_ids: array[int] | None = None
+    """The first token ids of the first segment, at most `_BEGINNING`; `None` if they were not needed yet, or are
+    damaged."""
 
     def alike(self, prompt: Sequence[int], first_ids: array[int], chains: dict[tuple[str, int], str]) -> int:
         """The maximum number of leading tokens that a prompt may have in common with the context: the exact number if
-        they differ among the first `_BEGINNING` tokens.
+        they differ within `token_ids`.
 
         Args:
             first_ids: the first `_BEGINNING` tokens of the prompt.
@@ -187,16 +189,18 @@ class ContextStore:
                     found.append((name, stat, self._read_beginning(name, stamp)))
             else:
                 found.append((name, stat, known))
-        # What cannot be read is looked at again next time.
-        self._beginnings = {name: one for name, _, one in found if one.token_ids is not None}
+        self._beginnings = {name: one for name, _, one in found}
         return found
 
     def _read_beginning(self, name: str, stamp: _Stamp) -> _Beginning:
-        manifest, first = self.load(name), None
-        with suppress(ContextError, OSError):
-            first = array("i", self._ids(name, manifest, 0)[:_BEGINNING] if manifest.segments else [])
+        manifest = self.load(name)
         ends = [(segment.stop, segment.chain) for segment in manifest.segments]
-        return _Beginning(stamp, manifest.fingerprint, manifest.shape, manifest.origin, first, ends)
+        return _Beginning(stamp, manifest.fingerprint, manifest.shape, manifest.origin, ends)
+
+    def _read_token_ids(self, name: str, beginning: _Beginning) -> None:
+        with suppress(ContextError, OSError):  # damaged ones are looked at again in the next search
+            manifest = self.load(name)
+            beginning.token_ids = array("i", self._ids(name, manifest, 0)[:_BEGINNING] if manifest.segments else [])
 
     def holds(self, name: str) -> bool:
         """Whether there is a context with this name, or the remains of one that was not removed completely.
@@ -319,13 +323,14 @@ class ContextStore:
             ContextError: see `names`.
         """
         first_ids, chains = array("i", token_ids[:_BEGINNING]), dict[tuple[str, int], str]()
-        candidates = [
-            (one.alike(token_ids, first_ids, chains), _time(stat), name)
-            for name, stat, one in self._contexts()
-            if one.fingerprint == fingerprint and one.shape == shape
-        ]
+        candidates: list[tuple[int, float, str]] = []
+        for name, stat, one in self._contexts():
+            if one.fingerprint == fingerprint and one.shape == shape:
+                if one.token_ids is None:
+                    self._read_token_ids(name, one)
+                candidates.append((one.alike(token_ids, first_ids, chains), _time(stat), name))
         best, found = (least, -1.0), None
-        for most, used, name in sorted(candidates, reverse=True):
+        for most, used, name in sorted(candidates, key=lambda one: (-one[0], -one[1], one[2])):
             if (most, used) <= best:
                 break  # nor do those behind it have more tokens in common
             with suppress(ContextError, OSError):
@@ -519,9 +524,10 @@ class ContextStore:
                 continue
             try:
                 self.remove(name)
+                removed.append(name)
             except ContextError:
-                continue
-            removed.append(name)
+                if _exists(self.directory(name) / FILE_NAME):
+                    continue
             del sizes[name]
         return removed
 

@@ -108,6 +108,7 @@ class DraftControl:
         whether anything is drafted."""
         if self.adapts_to_time and self.fixed is None:
             self.retrieval_work = self.last_retrieval_work = RetrievalWork.TAIL
+            self.after_round = 0.0
 
     # Called at the end of a step.
 
@@ -218,8 +219,8 @@ class DraftControl:
             drafts = bool(tokens if probe is None else probe)
             self.retrieval_work = next_work(self.last_retrieval_work, drafts, self.may_skip_retrieval and not tokens)
             if self.retrieval_work is RetrievalWork.REBUILD:
-                if not tokens:  # the caches are filled only for a probe
-                    self.pays.pay(self._step.filling_s)
+                if not tokens:
+                    self.pays.prepare_probe()
                 probe = 0
                 self.pays.postpone()
         return tokens, seconds, probe

@@ -1,8 +1,8 @@
 """Decides whether drafting for a tier pays, from the measured times of its steps with and without a draft.
 
 Now and then, a *probe* tries the other way for one step. Its loss is the time by which it is slower than a step of the
-current way. Losses are paid from an allowance, which is a share of the time of all steps. So probing takes no larger
-share, and takes none if both ways are about equally fast.
+current way, with the time of filling empty drafting caches for it. Losses are paid from an allowance, which is a share
+of the time of all steps. So probing takes no larger share, and takes none if both ways are about equally fast.
 """
 
 from __future__ import annotations
@@ -87,6 +87,7 @@ class DraftingPays:
         self._other = 0.0  # while a probe is in progress: seconds per token of the current way; else 0
         self._lost = 0.0  # seconds lost by the last probe with a draft
         self._price = 0.0  # the expected loss of the next probe
+        self._prepared = False  # whether caches are rebuilt for a probe with a draft, which then comes in any case
 
     def known(self, step: StepCost) -> StepCost:
         """`step` with measured values in place of expected ones, as far as there are any."""
@@ -118,6 +119,7 @@ class DraftingPays:
                 self._plain, self._plain_batch = _Recent(), step.batch
             self._plain.add(seconds)
         else:
+            self._prepared = False
             self._drafted += 1
             if self._drafted > 1:  # the first allocates memory and does much other work that is done only once
                 expected = step.expected(tokens)
@@ -162,13 +164,13 @@ class DraftingPays:
         if self.on:
             lost, due = plain - seconds, self._since >= (self._interval if known_plain else 1)
         else:
-            slower = (seconds - step.filling - plain) * expected_tokens(step.rate, tokens)
-            lost = max(step.filling_s + slower, self._lost / 2)
+            lost = max((seconds - step.filling - plain) * expected_tokens(step.rate, tokens), self._lost / 2)
             due = self._since >= self._interval and not too_short
-        self._price = lost = max(lost, _UNFORESEEN * best)
+        self._price = lost = max(lost, _UNFORESEEN * best) + (0.0 if self.on else step.filling_s)
         self._allowance = min(self._allowance, 2 * max(lost, best))
         current, other = (tokens, 0) if self.on else (0, tokens)
-        if not due or lost > self._allowance:
+        prepared = self._prepared and not self.on
+        if not prepared and (not due or lost > self._allowance):
             return current, best, None
         self._other = seconds if self.on else plain
         return current, best, other
@@ -197,9 +199,15 @@ class DraftingPays:
         """Says that another drafter drafts from here on. It is tried, independently of earlier results."""
         self.on, self._since, self._found = True, 0, _Recent(4 * _RECENT)
 
-    def pay(self, seconds: float) -> None:
-        """Says that a probe is prepared, which takes this time."""
-        self._allowance -= seconds
+    def prepare_probe(self) -> None:
+        """Says that caches are rebuilt in the next step for a probe with a draft, which comes after it."""
+        self._prepared = True
+
+    def note_filling(self, seconds: float) -> None:
+        """Records the time of filling drafting caches. It is a loss if nothing is drafted but a probe. The first tries
+        (`LEARNING`) cost nothing."""
+        if not self.on and self._written >= LEARNING:
+            self._allowance -= seconds
 
     def postpone(self) -> None:
         """Says that the next step is not the probe that was decided on."""

@@ -197,8 +197,9 @@ class DeviceBlocks:
         # By layer: the number of first blocks that may have other values behind their tokens. New pages are zeros, and
         # are not touched only to fill them with zeros; but what is restored from a damaged file may stay in them.
         self._doubtful = [0 if begins_as_zeros(one.nbytes, device) else len(one) for one in self._layers]
-        self._touched = 0  # the maximum number of tokens so far
-        self._footprint: tuple[int, Footprint] | None = None  # and `_touched` when it was computed
+        self._touched = [0] * config.num_layers  # the maximum number of tokens so far, without those of steps
+        self._stepped = 0  # the position behind the last token of a step, in any layer
+        self._footprint: tuple[list[int], Footprint] | None = None  # and the tokens by layer when it was computed
 
     @property
     def capacity(self) -> int:
@@ -214,9 +215,10 @@ class DeviceBlocks:
 
     @property
     def footprint(self) -> Footprint:
-        if self._footprint is None or self._footprint[0] != self._touched:
-            untouched = len(self._layers) * self._untouched_bytes(self._layers[-1], self._touched)
-            self._footprint = self._touched, Footprint(untouched=untouched)
+        touched = [max(tokens, self._stepped) for tokens in self._touched]
+        if self._footprint is None or self._footprint[0] != touched:
+            untouched = sum(map(self._untouched_bytes, self._layers, touched))
+            self._footprint = touched, Footprint(untouched=untouched)
         return self._footprint[1]
 
     def _untouched_bytes(self, blocks: Tensor, tokens: int) -> int:
@@ -239,7 +241,7 @@ class DeviceBlocks:
         self, start: int, n: int, *, rows: int | None = None, first_row: int | None = None, stop: int | None = None
     ) -> None:
         if n <= STEP_ROWS:  # a prepared step writes them without `append`
-            self._touched = max(self._touched, start + n)
+            self._stepped = max(self._stepped, start + n)
 
     def release(self) -> None:
         pass
@@ -255,7 +257,7 @@ class DeviceBlocks:
         stop = start + k.shape[1]
         write_tokens(blocks, start, k, v, clean if clean < self._doubtful[layer] else len(blocks))
         self._clean[layer] = max(clean, -(-stop // self.block_size))
-        self._touched = max(self._touched, stop)
+        self._touched[layer] = max(self._touched[layer], stop)
 
     def pieces(self, layer: int, first: int, stop: int, *, joined: bool = False) -> Iterator[tuple[int, Tensor]]:
         for index in range(first // self.block_size, -(-stop // self.block_size)):
@@ -293,7 +295,7 @@ class DeviceBlocks:
                 place.copy_(piece)
         if stop % self.block_size and whole <= doubtful:
             blocks[stop // self.block_size][:, :, stop % self.block_size :].zero_()
-        self._clean[layer], self._touched = whole, max(self._touched, stop)
+        self._clean[layer], self._touched[layer] = whole, max(self._touched[layer], stop)
 
     def move_from(self, other: Blocks, length: int) -> bool:
         if not isinstance(other, DeviceBlocks):

@@ -183,18 +183,54 @@ def test_a_try_is_paid_for_with_the_filling_of_caches():
     assert late is not None and 8.0 / SHARE <= late + 2 * LEARNING <= 8.0 / SHARE + 300
 
 
-def test_who_fills_caches_for_a_try_pays_before_it():
+def off(allowance: float) -> DraftControl:
+    """A tier that has stopped drafting long ago, as drafting loses, with this allowance."""
     control = DraftControl("verify", PassCost(1.0, 0.5))
     control.draft_with(DraftControl("retrieval", PassCost(0.05, 0.001)), DraftTokens(None, 8), None)
     control.may_skip_retrieval, control.last_retrieval_work = True, RetrievalWork.NONE
     control.pays.on, control.pays._written = False, LEARNING
     for _ in range(3):
         control.pays.note(StepCost(control.cost, 0.05, 0.3), 0, 0, 1.0, 1.0)
-    control.pays._allowance, control.pays._since = 30.0, 100
+    control.pays._allowance, control.pays._since = allowance, 100
+    return control
+
+
+def test_caches_that_are_filled_for_a_try_are_paid_for_once_and_the_try_comes():
+    """However often it is decided before, as prompts of others are read; and though the allowance is used up then."""
+    control = off(30.0)
+    for _ in range(3):
+        control.choose_lengths(1, 0.01, 8.0)
+        assert control.retrieval_work is RetrievalWork.REBUILD and not control.draft_tokens
+    saved = control.pays._allowance
+    control.pays.note_filling(saved + 1.0)  # it took longer than expected
+    assert control.pays._allowance == pytest.approx(-1.0)
+    control.last_retrieval_work = RetrievalWork.REBUILD
+    for _ in range(2):
+        control.choose_lengths(1)
+        assert control.retrieval_work is RetrievalWork.FULL and control.asked_next
+    step = control.pays.known(StepCost(control.cost, 0.05, 0.3))
+    control.pays.note(step, 1, 1, 1.3, step.expected(1))
+    control.last_retrieval_work = RetrievalWork.FULL
+    control.choose_lengths(1)
+    assert not control.asked_next and not control.draft_tokens
+
+
+def test_a_try_whose_price_is_not_saved_up_does_not_come():
+    control = off(8.0)
     control.choose_lengths(1, 0.01, 8.0)
-    assert control.retrieval_work is RetrievalWork.REBUILD and not control.draft_tokens
+    assert control.retrieval_work is RetrievalWork.NONE and not control.asked_next
     assert control.pays._price > 8.0
-    assert control.pays._allowance == pytest.approx(2 * control.pays._price - 8.0)  # more is not saved up
+
+
+@pytest.mark.parametrize("written", [0, LEARNING])
+def test_filling_costs_nothing_while_it_is_learnt_or_where_drafts_pay(written):
+    pays = DraftingPays()
+    pays._written = written
+    pays.note_filling(1.0)
+    assert pays._allowance == 0.0
+    pays.on = False
+    pays.note_filling(1.0)
+    assert pays._allowance == (-1.0 if written else 0.0)
 
 
 def test_lengths_that_must_not_follow_from_times_do_not_follow_from_what_filling_takes():

@@ -133,7 +133,7 @@ class Answering:
                         for task in self._tasks:
                             if task.owner.abandoned:
                                 session.end(task)
-                    if isinstance(event, Finished) or (looks and time.monotonic() - self._counted_at > _COUNT_S):
+                    if not self._tasks or (looks and time.monotonic() - self._counted_at > _COUNT_S):
                         self._count_traffic(session)
             self._fail_all(
                 self._cut_by() or BodyError("the run ended before the answer", code="not_answered", status=500)

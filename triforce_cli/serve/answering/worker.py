@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from ....offload import Engine
-from ....offload.contexts.manifest import ContextError
 from ....offload.contexts.model import ModelContexts
 from ....tp.errors import PeerError, TriforceError
 from ....tp.weights.tokenizer import Tokenizer
@@ -97,8 +96,8 @@ class Worker:
             engine = load_engine(self._options, None, ROOM)
             # Its own tokenizer: the other thread's may be encoding, which some do not allow beside anything else.
             tokenizer = Tokenizer.load(self._directory)
-            if engine.contexts and (self._options.save_prompts or _holds_contexts(engine.contexts)):
-                _ = engine.contexts.fingerprint  # it reads the weights: now, and not while answers are written
+            if engine.contexts:
+                self._read_fingerprint(engine.contexts)
             engine.start_threads()  # now, so that their number stays as it is
             self.engine = engine
             if self._enter("ready"):
@@ -114,6 +113,21 @@ class Worker:
             for work in self.queue.close():
                 work.fail(self.refusal())
             self.ended.set()
+
+    def _read_fingerprint(self, contexts: ModelContexts) -> None:
+        """Computes the fingerprint of the model if it will be needed, which may read all weights: now, and not while
+        answers are written.
+
+        Raises:
+            TriforceError, OSError: it cannot be computed, and `--save-prompts` needs it.
+        """
+        try:
+            if self._options.save_prompts or contexts.store.any_of_shape(contexts.shape):
+                _ = contexts.fingerprint
+        except (TriforceError, OSError) as error:
+            if self._options.save_prompts:
+                raise
+            self._note(f"warning: saved contexts cannot be used: {error}")
 
     def _answer(self, engine: Engine, tokenizer: Tokenizer) -> None:
         """Works until the queue is closed. An error does not end the server, unless ranks are lost or the engine does
@@ -148,11 +162,3 @@ class Worker:
                 )
                 if self._options.debug:
                     traceback.print_exc()
-
-
-def _holds_contexts(contexts: ModelContexts) -> bool:
-    """Whether there are saved contexts for this model. Their beginnings are in memory from here on."""
-    try:
-        return contexts.store.any_of_shape(contexts.shape)
-    except ContextError:
-        return False
