@@ -198,10 +198,11 @@ def test_a_link_is_measured_once_enough_has_crossed_it(models):
     batch = load(models, resident=0).batch([Request(random_tokens(40), GREEDY, 600, ignore_eos=True)])
     next(batch)
     setup, cost = batch.run._setup, batch.tiers[0].control.cost
-    assert setup._current.to_measure is not None
+    made = setup._current
+    assert made and made.to_measure is not None
     setup.traffic = lambda: Traffic(bytes_in=2**30, busy_s=1.0)
     setup.use_measured_link()
-    assert setup._current.to_measure is None and batch.tiers[0].control.cost is not cost
+    assert made.to_measure is None and batch.tiers[0].control.cost is not cost
     batch.close()
 
 
