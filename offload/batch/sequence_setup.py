@@ -352,13 +352,12 @@ class SequenceSetup:
         once enough bytes have crossed the link. In a prefill, all streamed blocks cross it. Every rank calls it: the
         slowest link counts, as ranks wait for it. If lengths do not adapt, they must not depend on the measurement."""
         made = self._current
-        plan = made and made.to_measure
-        if made is None or plan is None:
+        if made is None or made.to_measure is None:
             return
         (carried,) = self.target.ranks.least([int(self.traffic().bytes_per_s or 0)])
         if carried:  # else too little crossed the link, because the text's cache was reused
-            made.to_measure = None
-            made.tiers[0].control.cost = PassTimes(plan, self._models.hardware(carried)).costs()["verify"]
+            times = PassTimes(made.to_measure, self._models.hardware(carried))
+            made.to_measure, made.tiers[0].control.cost = None, times.costs()["verify"]
 
     def rotates_otherwise(self, sequence: BatchSequence) -> bool:
         """Whether the keys of a sequence need other rotation angles than those of running sequences. With dynamic RoPE,

@@ -319,10 +319,9 @@ class FullCache:
             self.blocks.append(place, start - self.start, k, v)
         self._filled[layer] += k.shape[1]
 
-    def note_appended(self, layers: Iterable[int], n: int) -> None:
-        """Counts `n` more tokens of these layers, whose keys and values were already written to their places."""
-        for layer in layers:
-            self._filled[layer] += n
+    def note_appended(self, layer: int, n: int) -> None:
+        """Counts `n` more tokens of a layer, whose keys and values were already written to their places."""
+        self._filled[layer] += n
 
     def room_in_block(self) -> int:
         """How many more tokens fit into the last block; 0 if it is full."""

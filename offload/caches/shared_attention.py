@@ -235,7 +235,8 @@ class SharedAttention:
         if layer < self._caches[0].config.kv_layers - 1 or not self._stepped:
             return
         for cache, count in zip(self._caches, self._counts, strict=True):
-            cache.note_appended(self._stepped, count)
+            for stepped in self._stepped:
+                cache.note_appended(stepped, count)
         read = [holder.cache.reads.num_bytes for holder in self._holders]
         for holder in self._holders:
             for span, first, m in holder.parts:

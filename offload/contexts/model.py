@@ -165,7 +165,8 @@ class ModelContexts:
             prefix = self.store.prefix_of(request.name, self.fingerprint, self.shape, prompt)
         elif request.find:
             with suppress(ContextError, OSError):  # no context was named, so a failed search is no error
-                if "fingerprint" in vars(self) or self.store.any_of_shape(self.shape):
+                computed = "fingerprint" in vars(self)  # else it reads the weights, which must be needed
+                if computed or self.store.any_of_shape(self.shape):
                     prefix = self.store.find(self.fingerprint, self.shape, prompt, LEAST_FOUND)
         save, warnings = None, ()
         if request.save:

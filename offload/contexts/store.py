@@ -73,11 +73,11 @@ _BEGINNING = 1024
 """The maximum number of first token ids of a context that are kept in memory."""
 
 _Stamp = tuple[int, int, int]
-"""Inode, size and time of modification of a manifest. Another manifest in its place differs in them, as good as always.
-If it did not, a search could miss the context. What a search finds is read anew."""
+"""Inode, size and time of modification of a manifest. Another manifest in its place almost always differs in one of
+them. If not, a search may miss the context. What a search finds is read anew."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Beginning:
     """What is kept in memory of a context, so that a search does not read the files of every context."""
 
@@ -87,9 +87,8 @@ class _Beginning:
     origin: Origin
     ends: list[tuple[int, str]]
     """Of each segment: the position behind it, and `Segment.chain`."""
-    token_ids: array[int] | None = None
-    """The first token ids of the first segment, at most `_BEGINNING`; `None` if they were not needed yet, or are
-    damaged."""
+    token_ids: array[int] | None
+    """The first token ids of the first segment, at most `_BEGINNING`; `None` if they were not read, or are damaged."""
 
     def alike(self, prompt: Sequence[int], first_ids: array[int], chains: dict[tuple[str, int], str]) -> int:
         """The maximum number of leading tokens that a prompt may have in common with the context: the exact number if
@@ -119,8 +118,8 @@ class _Beginning:
 class ContextStore:
     """A directory of saved contexts.
 
-    Other processes may change the directory at any time. So the object keeps nothing in memory but the beginnings of
-    contexts, for `find`. It looks whether their manifests have changed, and checks what it finds.
+    Other processes may change the directory at any time. So the object keeps only the beginnings of contexts in memory,
+    and checks each time whether their manifests have changed.
     """
 
     def __init__(
@@ -174,9 +173,11 @@ class ContextStore:
             raise ContextError(f"the contexts in {self.root} cannot be listed: {error.strerror or error}") from error
         return found
 
-    def _contexts(self) -> list[tuple[str, os.stat_result, _Beginning]]:
+    def _contexts(self, shape: Shape | None = None) -> list[tuple[str, os.stat_result, _Beginning]]:
         """The names of all contexts whose manifests can be read, sorted, each with the `stat` of its manifest, and its
         beginning.
+
+        Args: `shape` is that of the contexts whose token ids are needed; `None`: none are.
 
         Raises:
             ContextError: see `names`.
@@ -184,23 +185,22 @@ class ContextStore:
         found = []
         for name, stat in self._manifests():
             known, stamp = self._beginnings.get(name), (stat.st_ino, stat.st_size, stat.st_mtime_ns)
-            if known is None or known.stamp != stamp:
+            if known is None or known.stamp != stamp or (known.token_ids is None and known.shape == shape):
                 with suppress(ContextError, OSError):
-                    found.append((name, stat, self._read_beginning(name, stamp)))
+                    found.append((name, stat, self._read_beginning(name, stamp, shape)))
             else:
                 found.append((name, stat, known))
         self._beginnings = {name: one for name, _, one in found}
         return found
 
-    def _read_beginning(self, name: str, stamp: _Stamp) -> _Beginning:
-        manifest = self.load(name)
+    def _read_beginning(self, name: str, stamp: _Stamp, shape: Shape | None) -> _Beginning:
+        """Args: `shape`: see `_contexts`."""
+        manifest, first_ids = self.load(name), None
+        if manifest.shape == shape:
+            with suppress(ContextError, OSError):  # they are damaged, and read again in the next search
+                first_ids = array("i", self._ids(name, manifest, 0)[:_BEGINNING] if manifest.segments else [])
         ends = [(segment.stop, segment.chain) for segment in manifest.segments]
-        return _Beginning(stamp, manifest.fingerprint, manifest.shape, manifest.origin, ends)
-
-    def _read_token_ids(self, name: str, beginning: _Beginning) -> None:
-        with suppress(ContextError, OSError):  # damaged ones are looked at again in the next search
-            manifest = self.load(name)
-            beginning.token_ids = array("i", self._ids(name, manifest, 0)[:_BEGINNING] if manifest.segments else [])
+        return _Beginning(stamp, manifest.fingerprint, manifest.shape, manifest.origin, ends, first_ids)
 
     def holds(self, name: str) -> bool:
         """Whether there is a context with this name, or the remains of one that was not removed completely.
@@ -323,12 +323,11 @@ class ContextStore:
             ContextError: see `names`.
         """
         first_ids, chains = array("i", token_ids[:_BEGINNING]), dict[tuple[str, int], str]()
-        candidates: list[tuple[int, float, str]] = []
-        for name, stat, one in self._contexts():
-            if one.fingerprint == fingerprint and one.shape == shape:
-                if one.token_ids is None:
-                    self._read_token_ids(name, one)
-                candidates.append((one.alike(token_ids, first_ids, chains), _time(stat), name))
+        candidates = [
+            (one.alike(token_ids, first_ids, chains), _time(stat), name)
+            for name, stat, one in self._contexts(shape)
+            if one.fingerprint == fingerprint and one.shape == shape
+        ]
         best, found = (least, -1.0), None
         for most, used, name in sorted(candidates, key=lambda one: (-one[0], -one[1], one[2])):
             if (most, used) <= best:
@@ -345,7 +344,7 @@ class ContextStore:
         Raises:
             ContextError: see `names`.
         """
-        return any(one.shape == shape for _, _, one in self._contexts())
+        return any(one.shape == shape for _, _, one in self._contexts(shape))
 
     def used(self, name: str) -> float:
         """The time when a context was last saved or restored, in seconds since 1970; 0 if it is unknown."""
