@@ -38,6 +38,10 @@ _SOON_S = 2.0
 """For so many seconds a context that an ended sequence leaves to be written is waited for by sequences that could use
 this sequence's text, and by all if nothing runs."""
 
+_BETWEEN_ROUNDS = 32
+"""Up to this number of unread tokens, a prompt is computed in one pass between two rounds of others. The pass takes
+about as long as a round. In slices it would take longer, and the first token would come some rounds later."""
+
 _LOOKS_S = 0.05
 """Seconds between two looks for further sequences while contexts are written and nothing runs."""
 
@@ -381,12 +385,13 @@ class Run(Iterator[Event]):
         while not behind and (sequence := self._next_opened(beside=together)):
             self._setup.make_room(self._running(), sequence)
             sequence.state, sequence.waits_for = "reading", None
-            fits = not together or self._setup.reads_in_one_pass([*together, sequence])
+            fits = self._setup.reads_in_one_pass([*together, sequence])
             (together if fits else behind).append(sequence)
-        if len(together) > 1:
+        if len(together) == 1 and not (self._running() and together[0].unread <= _BETWEEN_ROUNDS):
+            together, behind = [], together + behind
+        slices = []
+        if together:
             slices = slices_together(self.tiers[0].read, self._target, together, self._read, self._system)
-        else:
-            slices, behind, together = [], together + behind, []
         slices += [slices_of(self._target, one, partial(self._read, one), self._system) for one in behind]
         self._read_with_it = [Reading(*one, self._system) for one in zip(together + behind, slices, strict=True)]
         self._reading = self._read_with_it.pop(0) if self._read_with_it else None

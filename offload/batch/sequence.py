@@ -163,6 +163,11 @@ class BatchSequence:
         self._document: dict[str, Any] | None = None  # the JSON, once the caches are given back
 
     @property
+    def unread(self) -> int:
+        """The number of tokens of the context that the full cache lacks. The sequence must be open."""
+        return len(self.context) - self.active.full.length
+
+    @property
     def active(self) -> ActiveSequence:
         """The sequence with its caches. Only from when it begins until it ends."""
         assert self.active_or_none is not None

@@ -289,7 +289,7 @@ class SequenceSetup:
         computed in one pass. Each row must be computed as it is by itself, within the planned memory of a prefill."""
         if not self._models.reads_together:
             return False
-        rows = sum(len(one.context) - one.active.full.length for one in opened)
+        rows = sum(one.unread for one in opened)
         if any(one.active.saved and one.active.saved.has_work(one.active.full) for one in opened):
             return False
         if further:

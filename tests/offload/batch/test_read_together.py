@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from tiny import greedy_oracle, random_tokens
-from triforce.offload import Ended, Request, Sampling, Tokens
+from triforce.offload import Ended, Progress, Request, Sampling, Tokens
 from triforce.offload.caches.together import JoinedFullCache
 from triforce.tp import CapacityError
 from triforce.tp.decoder import Decoder
@@ -69,6 +69,27 @@ def test_questions_about_a_text_that_is_known_are_read_in_one_pass(models, passe
     assert [texts[i] for i in range(len(ASKS))] == [greedy_oracle(models["llama"][1], one, 12) for one in ASKS]
     read = sum(len(one) for one in ASKS) - sum(one.statistics.reused_tokens for one in batch.sequences)
     assert passes[0] == read, "all of it in the first pass"
+
+
+@pytest.mark.parametrize(("tokens", "at_once"), [(5, True), (25, True), (60, False)])
+def test_a_short_question_that_joins_is_read_between_two_rounds(models, tokens, at_once):
+    engine = models.engine("llama")
+    engine.generate([*BOOK, 1, 2, 3], GREEDY, 1)
+    waiting = [Request(ASKS[0], GREEDY, 60, ignore_eos=True, tag="first")]
+    waiting.append(Request(BOOK + random_tokens(tokens, seed=tokens), GREEDY, 6, ignore_eos=True, tag="joins"))
+    rounds, before, found = 0, None, []
+    run = engine.run(lambda waits: waiting.pop(0) if len(waiting) == 2 or (waiting and rounds > 3) else None)
+    for event in run:
+        if event.sequence.tag == "joins" and isinstance(event, Progress):
+            before = rounds if before is None else before
+        elif event.sequence.tag == "joins" and isinstance(event, Tokens):
+            before = rounds if before is None else before
+            if not found:
+                assert (rounds > before) == (not at_once), "a longer question is read in slices, with rounds between"
+            found += event.round.tokens
+        elif isinstance(event, Tokens):
+            rounds += event.round.index > 0
+    assert not waiting and found == greedy_oracle(models["llama"][1], BOOK + random_tokens(tokens, seed=tokens), 6)
 
 
 def test_what_does_not_fit_is_read_by_itself_behind_them(models):
