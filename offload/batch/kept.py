@@ -22,7 +22,7 @@ from ..contexts.home import contexts_root
 from ..held import Held, Holder, bytes_by_part, held_bytes
 from ..planning.memory import plan_here, shortage_explained
 from ..planning.request import RunRequest
-from ..planning.run_plan import RunPlan, make_plan
+from ..planning.run_plan import RunPlan, make_plan, planned_budget
 from ..system import THIS_MACHINE, System
 from ..transfer.link import Link, LinkError, Traffic
 from ..transfer.staged.block_file import DiskSpace
@@ -480,6 +480,10 @@ class KeptCache:
         spare, on_disk = self._droppable(text), not beside
         if not spare:
             return text, None
+        if self._decoder.ranks.size == 1:  # most often, one plan shows that all can stay
+            found = self._plan(request, replaces=None if beside else text, on_disk=on_disk)
+            if self._cannot_be_better(found, spare):
+                return text, found
         best = self._plan(request, replaces=None if beside else text, without=spare, on_disk=on_disk)
         if beside or not text or not (text.full.prefix or text.full.capacity >= request.context):
             best.check()  # else the text's cache is large enough
@@ -497,9 +501,18 @@ class KeptCache:
     def _is_as_good(self, plan: RunPlan, best: RunPlan) -> bool:
         """Whether the caches of ended sequences can stay: `plan`, made with them, is as good as `best`, made without
         them, and leaves enough host memory free (`LEFT_FREE`)."""
-        free, all_free = plan.request.host_bytes or 0, best.request.host_bytes or 0
-        leaves = plan.request.settings.host_memory is not None or free - plan.host_total >= LEFT_FREE * all_free
-        return plan.fits and leaves and (plan.placement, plan.budget) == (best.placement, best.budget)
+        alike = (plan.placement, plan.budget) == (best.placement, best.budget)
+        return plan.fits and alike and _leaves_enough(plan, best.request.host_bytes or 0)
+
+    def _cannot_be_better(self, plan: RunPlan, spare: Sequence[KnownText]) -> bool:
+        """Whether the caches of the ended sequences `spare` can stay, as `_is_as_good` says, because `plan`, made with
+        them, has everything on the device, and the largest retrieval cache."""
+        wanted = planned_budget(plan.request.settings, plan.request.context)
+        if not plan.fits or plan.placement.streams or plan.budget < wanted:
+            return False
+        taken, on_host = self._taken_by(self._given_back(None, spare)), self._on_cpu
+        given_back = sum(one.host + (one.device if on_host else 0) for one in taken.values())
+        return _leaves_enough(plan, (plan.request.host_bytes or 0) + given_back)
 
     def _retire(self, text: KnownText, shared: int) -> None:
         """Removes a text that another text replaces, which shares its first `shared` tokens. Texts that build on more
@@ -636,10 +649,7 @@ class KeptCache:
         """The plan of a run whose weights are loaded. Available memory includes that of the cache it `replaces`, and of
         the texts in `without`. Blocks that exceed host memory may be on a disk, unless `on_disk` is `False`."""
         decoder = self._decoder
-        stays = {holder for text in self._texts if text not in without for holder in text.full.holders}
-        given_back = [replaces.full] if replaces else []
-        # Includes shared caches that are not known as texts any more, if no other text begins with them.
-        given_back += dict.fromkeys(one for text in without for one in text.full.holders if one not in stays)
+        given_back = self._given_back(replaces, without)
         idle = [self.drafting] if self.drafting else []
         on_host = self._on_cpu
         limited = request.settings.host_memory is not None
@@ -658,6 +668,13 @@ class KeptCache:
             free_disk=self.disk.free_bytes if on_disk else None,
             device_memory=self._system.device_memory,
         )
+
+    def _given_back(self, replaces: KnownText | None, without: Sequence[KnownText]) -> list[FullCache]:
+        """The caches whose memory is given back; see `_plan`."""
+        stays = {holder for text in self._texts if text not in without for holder in text.full.holders}
+        # Includes shared caches that are not known as texts any more, if no other text begins with them.
+        dropped = dict.fromkeys(one for text in without for one in text.full.holders if one not in stays)
+        return [*([replaces.full] if replaces else []), *dropped]
 
     @property
     def memory_bytes(self) -> int:
@@ -714,6 +731,13 @@ class KeptCache:
             if self.drafting and self.drafting.retrieval.source is one.full:
                 self.drafting = None
             del one.full  # others may still hold the text, but not its memory
+
+
+def _leaves_enough(plan: RunPlan, all_free: int) -> bool:
+    """Whether a run leaves enough host memory free (`LEFT_FREE`) of the bytes that would be free without kept caches.
+    With `--host-memory`, it need not."""
+    free = plan.request.host_bytes or 0
+    return plan.request.settings.host_memory is not None or free - plan.host_total >= LEFT_FREE * all_free
 
 
 def takes_over(text: KnownText | None, shared: int) -> bool:

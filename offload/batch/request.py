@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -91,7 +92,8 @@ class Order:
         try:
             order, wanted = cls.of(request, config), request.contexts
             if wanted and saved:
-                return replace(order, contexts=saved.plan(order.prompt, wanted, reusable(order.prompt)))
+                prompt = request.prompt_ids if isinstance(request.prompt_ids, array) else order.prompt
+                return replace(order, contexts=saved.plan(prompt, wanted, reusable(order.prompt)))
             return order
         except TriforceError as error:
             return cls.refused(request.number, error)

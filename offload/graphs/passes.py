@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from itertools import zip_longest
 from typing import Any, Protocol, runtime_checkable
 
@@ -267,9 +268,7 @@ class _Captures:
     """
 
     def __init__(self, decoder: Decoder, caches: Sequence[Cache], graphs: Graphs) -> None:
-        self._decoder, self._graphs = decoder, graphs
-        replayable = [cache for cache in caches if isinstance(cache, Replayable)]
-        self._caches = replayable if len(replayable) == len(caches) else []
+        self._decoder, self._graphs, self._given = decoder, graphs, caches
         self._memory: list[object] = []
         self._pool: Any = None
         self._captured: dict[int, _CapturedPass] = {}  # by number of tokens per sequence
@@ -277,6 +276,12 @@ class _Captures:
         """Passes so far that were not normal ones, and how many of them `was_steady` has counted; see
         `Passes.was_steady`."""
         graphs.register(self)
+
+    @cached_property
+    def _caches(self) -> list[Replayable]:
+        """The caches; none if not all of them can be replayed. The check takes as long as some short passes."""
+        replayable = [cache for cache in self._given if isinstance(cache, Replayable)]
+        return replayable if len(replayable) == len(self._given) else []
 
     def held(self) -> Held:
         """See `Passes`."""
@@ -298,8 +303,9 @@ class _Captures:
     def replay(self, token_ids: Tensor, counts: Sequence[int], rows: Sequence[int]) -> Tensor | None:
         """Replays, warms up or captures a pass. Returns the logits of each sequence's last `rows[i]` tokens; `None` if
         the pass cannot be replayed. Then it has not taken place."""
-        caches, capture, n = self._caches, self._graphs.capture, max(counts)
-        if caches and capture and _can_be_captured(capture, counts, rows) and capture.takes(self._decoder):
+        capture, n = self._graphs.capture, max(counts)
+        takes = capture and _can_be_captured(capture, counts, rows) and capture.takes(self._decoder)
+        if capture and takes and (caches := self._caches):
             for cache in caches:
                 cache.prepare(n)
             slots = [found for cache in caches if (found := cache.token_slots(n)) is not None]
