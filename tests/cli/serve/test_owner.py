@@ -3,6 +3,7 @@
 import asyncio
 import os
 import socket
+import subprocess
 import sys
 
 import pytest
@@ -81,19 +82,22 @@ def test_a_port_that_somebody_listens_at_is_no_connection():
 @pytest.mark.parametrize("told", [owner_told, nobody_tells])
 def test_the_other_end_counts_and_not_the_servers(told):
     with socket.create_server(("127.0.0.1", 0)) as listening:
-        child = os.fork()
-        if child == 0:
-            try:
-                os.setuid(65533)
-                with socket.create_connection(listening.getsockname()) as connection:
-                    connection.recv(1)
-            finally:
-                os._exit(0)
+        listening.settimeout(60)
+        # No fork of this process: it has threads, whose locks the child would find taken.
+        child = subprocess.Popen([sys.executable, "-SE", "-c", _CONNECTS, *map(str, listening.getsockname())])
         ours, _ = listening.accept()
         with ours:
             assert owner_of((ours.getsockname(), ours.getpeername()), told) == 65533
             assert owner_of((ours.getpeername(), ours.getsockname()), told) == 0
-        os.waitpid(child, 0)
+        assert child.wait(60) == 0
+
+
+_CONNECTS = """
+import os, socket, sys
+os.setuid(65533)
+with socket.create_connection((sys.argv[1], int(sys.argv[2]))) as connection:
+    connection.recv(1)
+"""
 
 
 def test_the_system_is_asked_no_more_if_only_its_tables_tell():
