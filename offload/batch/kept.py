@@ -480,6 +480,7 @@ class KeptCache:
         spare, on_disk = self._droppable(text), not beside
         if not spare:
             return text, None
+        found = None
         if self._decoder.ranks.size == 1:  # most often, one plan shows that all can stay
             found = self._plan(request, replaces=None if beside else text, on_disk=on_disk)
             if self._cannot_be_better(found, spare):
@@ -488,9 +489,10 @@ class KeptCache:
         if beside or not text or not (text.full.prefix or text.full.capacity >= request.context):
             best.check()  # else the text's cache is large enough
         while oldest := self._oldest(text):
-            found = self._plan(request, replaces=None if beside else text, on_disk=on_disk)
+            found = found or self._plan(request, replaces=None if beside else text, on_disk=on_disk)
             if self._is_as_good(found, best):
                 return text, found
+            found = None
             fits = oldest.full.capacity >= request.context and not oldest.full.prefix
             if text is None and fits and not beside:
                 text = oldest
@@ -506,7 +508,7 @@ class KeptCache:
 
     def _cannot_be_better(self, plan: RunPlan, spare: Sequence[KnownText]) -> bool:
         """Whether the caches of the ended sequences `spare` can stay, as `_is_as_good` says, because `plan`, made with
-        them, has everything on the device, and the largest retrieval cache."""
+        them, has everything on the device, the largest retrieval cache, and enough host memory beside it."""
         wanted = planned_budget(plan.request.settings, plan.request.context)
         if not plan.fits or plan.placement.streams or plan.budget < wanted:
             return False

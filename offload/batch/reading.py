@@ -206,7 +206,7 @@ def slices_together(
     report: Callable[[BatchSequence, float], None],
     system: System = THIS_MACHINE,
 ) -> list[Slices]:
-    """`slices_of` for each of several sequences whose prompts are computed in one pass. The slices of the first
+    """`slices_of` for each of the sequences whose prompts are computed in one pass. The slices of the first
     sequence must be taken first: they compute all prompts. If that fails, each prompt is computed by itself.
 
     Args:

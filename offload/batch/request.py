@@ -92,7 +92,8 @@ class Order:
         try:
             order, wanted = cls.of(request, config), request.contexts
             if wanted and saved:
-                prompt = request.prompt_ids if isinstance(request.prompt_ids, array) else order.prompt
+                hashed = isinstance(request.prompt_ids, array) and not wanted.save  # faster than a list
+                prompt = request.prompt_ids if hashed else order.prompt
                 return replace(order, contexts=saved.plan(prompt, wanted, reusable(order.prompt)))
             return order
         except TriforceError as error:

@@ -39,8 +39,8 @@ _SOON_S = 2.0
 this sequence's text, and by all if nothing runs."""
 
 _BETWEEN_ROUNDS = 32
-"""Up to this number of unread tokens, a prompt is computed in one pass between two rounds of others. The pass takes
-about as long as a round. In slices it would take longer, and the first token would come some rounds later."""
+"""Up to this number of unread tokens, a prompt is computed in one pass between two rounds of others. It takes about as
+long as a verification of as many tokens. In slices it takes longer, and the first token comes some rounds later."""
 
 _LOOKS_S = 0.05
 """Seconds between two looks for further sequences while contexts are written and nothing runs."""
@@ -356,7 +356,9 @@ class Run(Iterator[Event]):
 
     def _admit(self) -> Generator[Event, None, None]:
         """Opens and reads the waiting sequences, in their order, as long as they fit. If a prompt is read in slices,
-        reads the slices that may come before the next round."""
+        reads the slices that may come before the next round. That round also comes before the prompts of sequences that
+        have joined meanwhile; otherwise these could keep the running sequences from their rounds."""
+        expected = set(self.live)
         while not self._ends_now() and (self._reading or self._begins_next()):
             assert self._reading
             sequence = self._reading.sequence
@@ -373,21 +375,24 @@ class Run(Iterator[Event]):
             if not sequence.is_unfinished or sequence.ends:
                 self._leave(sequence)
                 yield from self._let_go()
+            more = self._reading or self._read_with_it or not expected.isdisjoint(self._waiting())
+            if self._in_slices and self._running() and not more:
+                return
 
     def _begins_next(self) -> bool:
-        """Opens the next waiting sequence, if it fits. Returns whether there is a prompt to read now. Later sequences
-        are read in the same pass, as many as fit into it."""
+        """Opens the next waiting sequence, if it fits. Returns whether there is a prompt to read now. If it can be read
+        in one pass, later sequences are read in the same pass, as many as fit into it."""
         if self._read_with_it:
             self._reading = self._read_with_it.pop(0)
             return True
         together: list[BatchSequence] = []
-        behind: list[BatchSequence] = []  # a sequence that turned out to have more to read than was expected
+        behind: list[BatchSequence] = []  # the sequence that is read after them, in slices
         while not behind and (sequence := self._next_opened(beside=together)):
             self._setup.make_room(self._running(), sequence)
             sequence.state, sequence.waits_for = "reading", None
             fits = self._setup.reads_in_one_pass([*together, sequence])
             (together if fits else behind).append(sequence)
-        if len(together) == 1 and not (self._running() and together[0].unread <= _BETWEEN_ROUNDS):
+        if len(together) == 1 and not self._comes_between_rounds(together[0]):
             together, behind = [], together + behind
         slices = []
         if together:
@@ -396,6 +401,11 @@ class Run(Iterator[Event]):
         self._read_with_it = [Reading(*one, self._system) for one in zip(together + behind, slices, strict=True)]
         self._reading = self._read_with_it.pop(0) if self._read_with_it else None
         return self._reading is not None
+
+    def _comes_between_rounds(self, sequence: BatchSequence) -> bool:
+        """Whether a prompt is better read in one pass between two rounds of others than in slices. With experts, a pass
+        over several tokens takes much longer than a round, because it reads more experts."""
+        return bool(self._running()) and sequence.unread <= _BETWEEN_ROUNDS and not self._target.config.experts
 
     def _next_opened(self, beside: Sequence[BatchSequence]) -> BatchSequence | None:
         """Opens and returns the next waiting sequence; `None` if none fits.

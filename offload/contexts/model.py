@@ -143,7 +143,7 @@ class ModelContexts:
         """Decides what a run restores and saves. Only rank 0 calls it.
 
         Args:
-            prompt: best as an array, whose tokens are hashed in a quarter of the time that a list takes.
+            prompt: a list if it is to be saved, otherwise best an array, whose tokens are hashed in less time.
             reusable: the maximum number of the prompt's tokens that may be restored.
 
         Raises:
@@ -173,7 +173,7 @@ class ModelContexts:
         save, warnings = None, ()
         if request.save:
             try:
-                prefix, save = self._plan_saving(request.save, request, list(prompt[: request.save_tokens]), prefix)
+                prefix, save = self._plan_saving(request.save, request, prompt[: request.save_tokens], prefix)
             except (ContextError, OSError) as error:
                 if _must_save(request):
                     raise
@@ -186,7 +186,7 @@ class ModelContexts:
         return ContextPlan(prefix, save, warnings)
 
     def _plan_saving(
-        self, name: str, request: ContextRequest, token_ids: list[int], prefix: SavedPrefix | None
+        self, name: str, request: ContextRequest, token_ids: Sequence[int], prefix: SavedPrefix | None
     ) -> tuple[SavedPrefix | None, SaveOrder | None]:
         """The context that the run starts from, which may replace `prefix`; and what the run saves, `None` if nothing
         is missing.
@@ -199,7 +199,9 @@ class ModelContexts:
             if request.origin == "operator":
                 self.tidy(name, "operator")
             return prefix, None
-        save = self._order(name, request, token_ids)  # even if all tokens are saved, because segments may be damaged
+        save = self._order(
+            name, request, list(token_ids)
+        )  # even if all tokens are saved, because segments may be damaged
         if own or prefix or not (request.find or request.required):
             return own or prefix, save
         return self.store.find(self.fingerprint, self.shape, token_ids, 1), save

@@ -304,8 +304,8 @@ class _Captures:
         """Replays, warms up or captures a pass. Returns the logits of each sequence's last `rows[i]` tokens; `None` if
         the pass cannot be replayed. Then it has not taken place."""
         capture, n = self._graphs.capture, max(counts)
-        takes = capture and _can_be_captured(capture, counts, rows) and capture.takes(self._decoder)
-        if capture and takes and (caches := self._caches):
+        possible = capture and _can_be_captured(capture, counts, rows)
+        if capture and possible and (caches := self._caches) and capture.takes(self._decoder):
             for cache in caches:
                 cache.prepare(n)
             slots = [found for cache in caches if (found := cache.token_slots(n)) is not None]

@@ -168,7 +168,7 @@ class Server:
         self.service = Service(options, directories[0], config, self.worker, limits)
         self.app = make_app(self.service, access, metrics, note)
         self._http = HttpThread(
-            self.app, listening, limits, metrics.unread.inc, self.worker.stop, lambda: self.worker.running > 0
+            self.app, listening, limits, metrics.unread.inc, self.worker.stop, lambda: self.worker.computes
         )
         self._unix = listening.getsockname() if listening.family == socket.AF_UNIX else None
         self._host, self.port = ("", 0) if self._unix is not None else listening.getsockname()[:2]
@@ -232,12 +232,12 @@ class HttpThread:
         limits: ServerLimits,
         on_unread: Callable[[], None],
         on_failure: Callable[[], None],
-        answers: Callable[[], bool],
+        engine_computes: Callable[[], bool],
     ) -> None:
         """Args:
         on_unread: called if a connection is closed because the client does not read.
         on_failure: called if the thread ends without `stop`.
-        answers: returns whether answers are being written, for which this thread pauses.
+        engine_computes: returns whether the engine computes. Then this thread pauses for it.
         """
         # What clients send wrong is answered, and does not fill the log; hence `log_level` too.
         logging.getLogger("python_multipart").setLevel(logging.CRITICAL)
@@ -258,7 +258,7 @@ class HttpThread:
             timeout_graceful_shutdown=2,
         )
         self._server = uvicorn.Server(config)
-        self._listening, self._on_failure, self._answers = listening, on_failure, answers
+        self._listening, self._on_failure, self._engine_computes = listening, on_failure, engine_computes
         # Connections inherit it.
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, limits.send_buffer_bytes)
         self._thread = threading.Thread(target=self._run, name="http", daemon=True)
@@ -278,7 +278,7 @@ class HttpThread:
     def _run(self) -> None:
         try:
             with asyncio.Runner(
-                loop_factory=lambda: asyncio.SelectorEventLoop(_SharingSelector(self._answers))
+                loop_factory=lambda: asyncio.SelectorEventLoop(SharingSelector(self._engine_computes))
             ) as runner:
                 runner.run(self._serve())
         finally:
@@ -293,19 +293,19 @@ class HttpThread:
         await self._server.serve([self._listening])
 
 
-class _SharingSelector(selectors.DefaultSelector):
-    """The selector with which an event loop waits for its connections. While answers are written, it leaves the
+class SharingSelector(selectors.DefaultSelector):
+    """The selector with which an event loop waits for its connections. While the engine computes, it leaves the
     interpreter to other threads for as long as the loop has computed. Otherwise a flood of requests would slow an
     answer down to a tenth of its speed."""
 
-    def __init__(self, answers: Callable[[], bool]) -> None:
+    def __init__(self, engine_computes: Callable[[], bool]) -> None:
         super().__init__()
-        self._answers, self._since = answers, time.thread_time()
+        self._engine_computes, self._since = engine_computes, time.thread_time()
         self._owed_s = 0.0
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         self._owed_s += time.thread_time() - self._since
-        if not self._answers():
+        if not self._engine_computes():
             self._owed_s = 0.0
         elif self._owed_s > _OWED_S:
             time.sleep(self._owed_s)

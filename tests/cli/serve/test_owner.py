@@ -84,12 +84,13 @@ def test_the_other_end_counts_and_not_the_servers(told):
     with socket.create_server(("127.0.0.1", 0)) as listening:
         listening.settimeout(60)
         # No fork of this process: it has threads, whose locks the child would find taken.
-        child = subprocess.Popen([sys.executable, "-SE", "-c", _CONNECTS, *map(str, listening.getsockname())])
-        ours, _ = listening.accept()
-        with ours:
-            assert owner_of((ours.getsockname(), ours.getpeername()), told) == 65533
-            assert owner_of((ours.getpeername(), ours.getsockname()), told) == 0
-        assert child.wait(60) == 0
+        command = [sys.executable, "-SE", "-c", _CONNECTS, *map(str, listening.getsockname())]
+        with subprocess.Popen(command) as child:
+            ours, _ = listening.accept()
+            with ours:
+                assert owner_of((ours.getsockname(), ours.getpeername()), told) == 65533
+                assert owner_of((ours.getpeername(), ours.getsockname()), told) == 0
+            assert child.wait(60) == 0
 
 
 _CONNECTS = """

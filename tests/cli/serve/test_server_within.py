@@ -293,3 +293,20 @@ def test_no_request_counts_as_arriving_once_its_prompt_is_made_or_refused(pair):
         connection.getresponse().read(10)
         assert not server.worker.arrivals, "it is being answered"
         connection.close()
+
+
+@pytest.mark.parametrize("engine_computes", [True, False])
+def test_the_http_thread_pauses_as_long_as_it_has_computed_if_the_engine_computes(engine_computes):
+    def pause():
+        with run.SharingSelector(lambda: engine_computes) as selector:
+            ends = time.thread_time() + 0.2
+            while time.thread_time() < ends:
+                pass
+            began = time.monotonic()
+            selector.select(0)
+            return time.monotonic() - began
+
+    if engine_computes:
+        assert pause() >= 0.2
+    else:
+        assert min(pause() for _ in range(3)) < 0.1  # this thread may have to wait for a core

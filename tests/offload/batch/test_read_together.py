@@ -75,10 +75,11 @@ def test_questions_about_a_text_that_is_known_are_read_in_one_pass(models, passe
 def test_a_short_question_that_joins_is_read_between_two_rounds(models, tokens, at_once):
     engine = models.engine("llama")
     engine.generate([*BOOK, 1, 2, 3], GREEDY, 1)
-    waiting = [Request(ASKS[0], GREEDY, 60, ignore_eos=True, tag="first")]
+    waiting = [Request(ASKS[0], GREEDY, 400, ignore_eos=True, tag="first")]
     waiting.append(Request(BOOK + random_tokens(tokens, seed=tokens), GREEDY, 6, ignore_eos=True, tag="joins"))
     rounds, before, found = 0, None, []
-    run = engine.run(lambda waits: waiting.pop(0) if len(waiting) == 2 or (waiting and rounds > 3) else None)
+    more = lambda waits: waiting.pop(0) if len(waiting) == 2 or (waiting and rounds > 3) else None  # noqa: E731
+    run = engine.run(more, tiers=1)
     for event in run:
         if event.sequence.tag == "joins" and isinstance(event, Progress):
             before = rounds if before is None else before
@@ -87,9 +88,41 @@ def test_a_short_question_that_joins_is_read_between_two_rounds(models, tokens, 
             if not found:
                 assert (rounds > before) == (not at_once), "a longer question is read in slices, with rounds between"
             found += event.round.tokens
+        elif isinstance(event, Ended) and event.sequence.tag == "joins":
+            run.end_all()
         elif isinstance(event, Tokens):
             rounds += event.round.index > 0
     assert not waiting and found == greedy_oracle(models["llama"][1], BOOK + random_tokens(tokens, seed=tokens), 6)
+
+
+@pytest.mark.parametrize("clients", [2, 3, 7])
+def test_who_asks_again_and_again_does_not_keep_others_from_their_rounds(models, clients):
+    """Each client asks as soon as it has its answer of one token."""
+    engine = models.engine("llama")
+    engine.generate([*BOOK, 1, 2, 3], GREEDY, 1)
+    first = [Request(ASKS[0], GREEDY, 60, ignore_eos=True, tag="first")]
+    asks, asked, since = list(range(clients)), 0, 0
+
+    def more(waits):
+        nonlocal asked
+        if first:
+            return first.pop()
+        if not asks:
+            return None
+        asked += 1
+        return Request(BOOK + random_tokens(5, seed=asked), GREEDY, 1, ignore_eos=True, tag=asks.pop())
+
+    run = engine.run(more, tiers=1)
+    for event in run:
+        if isinstance(event, Ended) and event.sequence.tag == "first":
+            run.end_all()
+        elif isinstance(event, Ended):
+            asks.append(event.sequence.tag)
+            since += 1
+            assert since <= 2 * clients, "the running answer has no rounds"
+        elif isinstance(event, Tokens) and event.sequence.tag == "first":
+            since = 0
+    assert asked > 20
 
 
 def test_what_does_not_fit_is_read_by_itself_behind_them(models):

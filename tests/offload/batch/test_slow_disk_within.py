@@ -198,7 +198,7 @@ def test_who_could_use_what_is_just_being_saved_waits_for_it(model, tmp_path):
 def test_who_saves_another_text_does_not_wait(model, tmp_path):
     still = Still(SYNCS)
     engine = engine_of(model, tmp_path, still)
-    asked = [Request(ONE, GREEDY, 3000, ignore_eos=True, tag="beside")]
+    asked = [Request(ONE, GREEDY, 4000, ignore_eos=True, tag="beside")]
     asked += [Request(TWO, GREEDY, 3, ignore_eos=True, contexts=ContextRequest(save="two"), tag="first")]
     other = [Request(THREE, GREEDY, 3, ignore_eos=True, contexts=ContextRequest(save="three"), tag="other")]
     ended = []

@@ -57,6 +57,11 @@ class Worker:
         """The number of answers that are being written, and of texts that are being read."""
         return len(self._answering) if self._answering else 0
 
+    @property
+    def computes(self) -> bool:
+        """Whether the model is being loaded, answers are being written, or texts are being read."""
+        return self.state == "loading" or self.running > 0
+
     def start(self) -> None:
         self._thread.start()
 
