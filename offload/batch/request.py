@@ -92,8 +92,9 @@ class Order:
         try:
             order, wanted = cls.of(request, config), request.contexts
             if wanted and saved:
-                hashed = isinstance(request.prompt_ids, array) and not wanted.save  # faster than a list
-                prompt = request.prompt_ids if hashed else order.prompt
+                prompt = order.prompt
+                if isinstance(request.prompt_ids, array) and not wanted.save:
+                    prompt = request.prompt_ids  # is hashed in less time
                 return replace(order, contexts=saved.plan(prompt, wanted, reusable(order.prompt)))
             return order
         except TriforceError as error:
