@@ -199,9 +199,8 @@ class ModelContexts:
             if request.origin == "operator":
                 self.tidy(name, "operator")
             return prefix, None
-        save = self._order(
-            name, request, list(token_ids)
-        )  # even if all tokens are saved, because segments may be damaged
+        # Even if all tokens are saved, because segments may be damaged.
+        save = self._order(name, request, list(token_ids))
         if own or prefix or not (request.find or request.required):
             return own or prefix, save
         return self.store.find(self.fingerprint, self.shape, token_ids, 1), save
