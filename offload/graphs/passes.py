@@ -279,8 +279,8 @@ class _Captures:
 
     @cached_property
     def _caches(self) -> list[Replayable]:
-        """The caches; none if not all of them can be replayed. They are checked late, because the check of a protocol is
-        slow, and many sequences never need it."""
+        """The caches; none if not all of them can be replayed. They are checked late, because the check is slow and
+        many sequences never need it."""
         replayable = [cache for cache in self._given if isinstance(cache, Replayable)]
         return replayable if len(replayable) == len(self._given) else []
 

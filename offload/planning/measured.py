@@ -128,7 +128,7 @@ class Measured:
 
         Raises:
             TriforceError: every pass waited for the link or a disk.
-            UsageError: three tiers are planned, but no draft was measured.
+            UsageError: three tiers are planned, but no draft was measured: no run had three tiers, or none drafted.
         """
         runs = [_median_run(row["runs"]) for at in self.contexts for row in at["tiers"]]
         passes = [found for run in runs for found in _passes(run, request)]
@@ -138,6 +138,11 @@ class Measured:
             )
         drafts = [run["time_s"]["draft"] / run["passes"]["draft"] for run in runs if run["passes"]["draft"]]
         if request.settings.tiers == 3 and not drafts:
+            if any(run["settings"]["tiers"] == 3 for run in runs):
+                raise UsageError(
+                    f"in --measured {self.path}, runs with three tiers drafted nothing, because that was not expected "
+                    "to pay; measure longer contexts, or measure with --block-length and --draft-length"
+                )
             raise UsageError(f"--measured {self.path} has no run with three tiers; plan with --tiers 2")
         besides = [
             (run["time_s"]["refresh"] + run["time_s"]["other"]) / run["rounds"]

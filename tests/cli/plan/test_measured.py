@@ -137,6 +137,12 @@ def test_files_that_are_no_use_are_refused(plan, bench_file, tmp_path):
 
     check_refusal(with_change(plain_only), 2, "no run with three tiers", "--tiers 2")
 
+    def undrafted(document):
+        for found in (one for at in document["contexts"] for row in at["tiers"] for one in row["runs"]):
+            found["passes"]["draft"] = 0
+
+    check_refusal(with_change(undrafted), 2, "three tiers drafted nothing", "--block-length")
+
     def streaming(document):
         plain_only(document)
         for at in document["contexts"]:
