@@ -480,16 +480,20 @@ class KeptCache:
         spare, on_disk = self._droppable(text), not beside
         if not spare:
             return text, None
+
+        def planned(without: Sequence[KnownText] = ()) -> RunPlan:
+            return self._plan(request, replaces=None if beside else text, without=without, on_disk=on_disk)
+
         found = None
         if self._decoder.ranks.size == 1:  # most often, one plan shows that all can stay
-            found = self._plan(request, replaces=None if beside else text, on_disk=on_disk)
+            found = planned()
             if self._cannot_be_better(found, spare):
                 return text, found
-        best = self._plan(request, replaces=None if beside else text, without=spare, on_disk=on_disk)
+        best = planned(without=spare)
         if beside or not text or not (text.full.prefix or text.full.capacity >= request.context):
             best.check()  # else the text's cache is large enough
         while oldest := self._oldest(text):
-            found = found or self._plan(request, replaces=None if beside else text, on_disk=on_disk)
+            found = found or planned()
             if self._is_as_good(found, best):
                 return text, found
             found = None
