@@ -221,7 +221,7 @@ class KeptCache:
     def _shared(self, text: KnownText, prompt: list[int], most: int) -> int:
         """How many tokens of a prompt can be taken over from a text, of the `most` leading tokens in common."""
         full = text.full
-        tokens = min(full.length, most)
+        tokens = min(full.start if full.is_set_aside else full.length, most)
         if not text.in_use:
             tokens = full.reachable(tokens)
             return tokens if tokens > full.start else 0  # else another text has as many

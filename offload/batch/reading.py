@@ -32,8 +32,9 @@ Slices = Generator[bool | Future[Any], None, Tensor]
 time is not known yet; or what it waits for, if a thread must do something before the next slice. It returns the logits
 `[1, vocab_size]` after the last token."""
 
-_CHECKS_S = 0.5
-"""Seconds between two checks whether a prompt is still wanted, while no other sequence runs."""
+_CHECKS_S = 0.2
+"""Seconds between two checks whether a prompt is still wanted, and whether shorter ones wait, while no other sequence
+runs."""
 
 
 class ReadingError(Exception):
@@ -76,6 +77,8 @@ class Reading:
         self.began = system.clock()
         self.seconds = 0.0
         """Seconds of the prefill so far, without rounds between its slices."""
+        self.owed_s = 0.0
+        """Seconds of prefill that this prompt gets before shorter ones are read in between again."""
         self._slices = slices
         self._logits = torch.empty(0)  # [1, vocab_size], once the prompt is read
         self._slice_s: float | None = None  # mean seconds of the slices of the last call
@@ -128,6 +131,7 @@ class Reading:
             self._system.synchronize(blocks.device)
         spent = self._system.clock() - began
         self.seconds += spent
+        self.owed_s = max(0.0, self.owed_s - spent)
         self._granted_s -= spent
         if done:
             self._slice_s, self._last = spent / done, done

@@ -6,7 +6,7 @@ turn of its conversation can reuse them, beside other running sequences.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Container, Generator, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, wait
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from ...kernels.selection import STEP_ROWS
 from ...tp.errors import CapacityError, PeerError, TriforceError, without_frames
 from ..contexts.manifest import ContextError
 from ..graphs.passes import Graphs
@@ -41,6 +42,10 @@ this sequence's text, and by all if nothing runs."""
 _BETWEEN_ROUNDS = 32
 """Up to this number of unread tokens, a prompt is computed in one pass between two rounds of others. It takes about as
 long as a verification of as many tokens. In slices it takes longer, and the first token comes some rounds later."""
+
+_SHORTER = 2
+"""A prompt is prefilled before the rest of a long prompt whose prefill has begun, if that rest has at least this many
+times its unread tokens."""
 
 _LOOKS_S = 0.05
 """Seconds between two looks for further sequences while contexts are written and nothing runs."""
@@ -96,7 +101,7 @@ class Run(Iterator[Event]):
         setup: opens the sequences.
         graphs: captures passes.
         more: gives further sequences, beyond those of the order.
-        interrupted: called on rank 0 after each round, and twice a second during a prefill; `True` ends the run.
+        interrupted: called on rank 0 after each round, and some times a second during a prefill; `True` ends the run.
         on_prefill: called with a sequence and the finished share of its prefill, 0 to 1.
         on_memory: for the first sequence; see `SequenceSetup.open`.
         system: the machine, or a substitute for it in tests.
@@ -110,6 +115,8 @@ class Run(Iterator[Event]):
         self._short_of_memory = False  # since no sequence has left
         self._reading: Reading | None = None  # the prompt whose next slices come after the next round
         self._read_with_it: list[Reading] = []  # prompts that come next, already computed or to be in the same pass
+        self._set_aside: Reading | None = None  # a long prompt, which is read on behind shorter ones
+        self._too_long: set[BatchSequence] = set()  # to be read before the rest of that prompt, until a sequence leaves
         self._read_until = self._system.clock()  # when the last prefill ended: prefill does not count as decoding
         self.live = [BatchSequence(one, self._read_until) for one in order.orders]
         """The sequences that have not ended, and perhaps some that have just ended."""
@@ -244,7 +251,8 @@ class Run(Iterator[Event]):
     def _open(self, sequence: BatchSequence) -> None:
         waiting = self._waiting()[: self._most]
         opened = [one for one in self.live if one.active_or_none and one.state != "ended"]
-        self._setup.open(sequence, opened, waiting, reuse=self._reuse, on_memory=self._on_memory)
+        aside = self._set_aside and self._set_aside.sequence
+        self._setup.open(sequence, opened, waiting, aside=aside, reuse=self._reuse, on_memory=self._on_memory)
         self._reuse = None  # `reuse` concerns earlier runs, so only the first sequence
 
     def _running(self) -> list[BatchSequence]:
@@ -268,8 +276,7 @@ class Run(Iterator[Event]):
                 if not running:
                     yield from map(Progress, self._saving())
                     continue
-                reading = self._reading and self._reading.sequence
-                self._setup.make_room(running, reading)
+                self._make_room(running)
                 decoded_s = self.decode_s
                 running = self._filled(running)
                 try:
@@ -286,8 +293,8 @@ class Run(Iterator[Event]):
                     if not one.is_unfinished or one.ends:
                         self._leave(one)
                 self._finish_what_is_saved()
-                if self._reading:
-                    self._reading.grant(self.decode_s - decoded_s)
+                if reading := self._reading or self._set_aside:
+                    reading.grant(self.decode_s - decoded_s)
             yield from self._let_go()  # an interrupted run yields no such events
             whole = True
         finally:
@@ -298,8 +305,8 @@ class Run(Iterator[Event]):
                 ending.callback(self._setup.drop_drafting)
                 if self.tiers:  # passes that were captured for several sequences end with these
                     ending.callback(self.tiers[0].drop_joined)
-                readings = [self._reading, *self._read_with_it]
-                self._reading, self._read_with_it = None, []  # they refer to this run
+                readings = [self._reading, *self._read_with_it, self._set_aside]
+                self._reading, self._read_with_it, self._set_aside = None, [], None  # they refer to this run
                 for reading in filter(None, readings):
                     ending.callback(reading.close, keeps=whole or not self.broken)
 
@@ -360,6 +367,7 @@ class Run(Iterator[Event]):
         have joined meanwhile; otherwise these could keep the running sequences from their rounds."""
         expected = set(self.live)
         while not self._ends_now() and (self._reading or self._begins_next()):
+            self._let_shorter_go_first(expected if self._running() else self.live)
             assert self._reading
             sequence = self._reading.sequence
             event = self._read_on(self._reading)
@@ -380,15 +388,51 @@ class Run(Iterator[Event]):
                 return
 
     def _begins_next(self) -> bool:
-        """Opens the next waiting sequence, if it fits. Returns whether there is a prompt to read now. If it can be read
-        in one pass, later sequences are read in the same pass, as many as fit into it."""
+        """Begins the next prompt, or goes on with the one that was set aside. Returns whether there is a prompt to read
+        now."""
         if self._read_with_it:
             self._reading = self._read_with_it.pop(0)
+        elif self._set_aside:
+            self._reading, self._set_aside = self._set_aside, None
+            self._reading.sequence.active.full.is_set_aside = False
+        else:
+            self._too_long.clear()
+            self._open_next()
+        return self._reading is not None
+
+    def _let_shorter_go_first(self, among: Container[BatchSequence]) -> None:
+        """Sets the prompt that is being read aside, if it is long and sequences of `among` wait with much shorter ones.
+        Afterwards it gets as much time as these took, before others go first again."""
+        reading = self._reading
+        if reading is None or not self._in_slices or self._set_aside or self._read_with_it or self._short_of_memory:
+            return
+        waits = any(one in among and one not in self._too_long for one in self._waiting())
+        if not waits or not self._target.ranks.least([int(reading.owed_s <= 0)])[0]:
+            return
+        self._reading, self._set_aside = None, reading
+        reading.sequence.active.full.is_set_aside = True
+        self._open_next()
+        if self._reading is None:
+            self._begins_next()
+
+    def _goes_before(self, reading: Reading, sequence: BatchSequence) -> bool:
+        """Whether a waiting sequence's prompt is read before the rest of the prompt that is being read: if it is much
+        shorter than this rest, and is not to be saved."""
+        left = int(self._setup.unread(reading.sequence) * (1 - reading.sequence.read_share))
+        if left <= STEP_ROWS or sequence.order.contexts.save is not None or sequence in self._too_long:
+            return False
+        if _SHORTER * self._setup.unread(sequence) <= left:
             return True
+        self._too_long.add(sequence)
+        return False
+
+    def _open_next(self) -> None:
+        """Opens the next waiting sequence, if it fits. Its prompt is the one to read now. If it can be read in one
+        pass, later sequences are read in the same pass, as many as fit into it."""
         together: list[BatchSequence] = []
         behind: list[BatchSequence] = []  # the sequence that is read after them, in slices
         while not behind and (sequence := self._next_opened(beside=together)):
-            self._setup.make_room(self._running(), sequence)
+            self._make_room(self._running(), sequence)
             sequence.state, sequence.waits_for = "reading", None
             fits = self._setup.reads_in_one_pass([*together, sequence])
             (together if fits else behind).append(sequence)
@@ -400,7 +444,14 @@ class Run(Iterator[Event]):
         slices += [slices_of(self._target, one, partial(self._read, one), self._system) for one in behind]
         self._read_with_it = [Reading(*one, self._system) for one in zip(together + behind, slices, strict=True)]
         self._reading = self._read_with_it.pop(0) if self._read_with_it else None
-        return self._reading is not None
+
+    def _make_room(self, running: Sequence[BatchSequence], opened: BatchSequence | None = None) -> None:
+        """See `SequenceSetup.make_room`.
+
+        Args: `opened` is a sequence whose prompt is to be read next; default: the one whose prompt is being read.
+        """
+        readings = [one.sequence for one in (self._reading, self._set_aside) if one]
+        self._setup.make_room(running, [opened, *readings] if opened else readings)
 
     def _comes_between_rounds(self, sequence: BatchSequence) -> bool:
         """Whether a prompt is better read in one pass between two rounds of others than in slices. With experts, a pass
@@ -412,8 +463,11 @@ class Run(Iterator[Event]):
 
         Args: `beside`: the sequences whose prompts are read in the same pass, if there are any.
         """
+        aside = self._set_aside
         for sequence in self._waiting():
-            running = len(self._running()) + len(beside)
+            if aside and not self._goes_before(aside, sequence):
+                continue
+            running = len(self._running()) + len(beside) + (aside is not None)
             others = running + len(self._saving())
             if beside and not self._setup.reads_in_one_pass(beside, sequence):
                 return None
@@ -503,6 +557,7 @@ class Run(Iterator[Event]):
 
     def _end_unopened(self, sequence: BatchSequence) -> None:
         sequence.state, self._short_of_memory = "ended", False
+        self._too_long.discard(sequence)
 
     def _read_on(self, reading: Reading) -> Round | None:
         """Reads some slices of a prompt. Returns the sequence's first round if the prompt is read to its end, else
@@ -511,15 +566,20 @@ class Run(Iterator[Event]):
         beside = bool(self._in_slices and self._running())
         due = reading.due if beside else reading.due_alone
         waiting = self._waiting()
-        asked = due, self._asked_to_end, *(one.asked_to_end for one in (reading.sequence, *waiting))
-        due, ends_run, ends, *unwanted = self._target.ranks.share_numbers([*map(int, asked)], len(asked))
+        if self._in_slices and not beside:  # otherwise sequences join after rounds
+            self._ask()
+        asked = due, self._asked_to_end, len(self._joining), *(x.asked_to_end for x in (reading.sequence, *waiting))
+        due, ends_run, joining, ends, *unwanted = self._target.ranks.share_numbers([*map(int, asked)], len(asked))
         self._end_unwanted(waiting, unwanted)
+        if joining:
+            self._join()
         self._ended = bool(ends_run)
         if ends_run:
             return None
         if ends:
             return self._drop(reading, keeps=True)
         event = failure = None
+        before_s = reading.seconds
         alike = False  # whether the failure is the same on all ranks
         try:
             with shortage_explained(self._target.device, self._system.device_memory):
@@ -528,6 +588,8 @@ class Run(Iterator[Event]):
             failure, alike = error.failure, True
         except Exception as error:
             failure, alike = error, isinstance(error, ContextError)
+        if self._set_aside:
+            self._set_aside.owed_s += reading.seconds - before_s
         if failure is None:
             self._read_until = self._system.clock()
             return event
@@ -561,6 +623,7 @@ class Run(Iterator[Event]):
                 self._setup.forget(sequence)
             return
         sequence.state, self._short_of_memory = "ended", False
+        self._too_long.clear()
         self._finish_saving(sequence)
         if not self._alone and sequence.active_or_none:
             others = any(one.active_or_none for one in self.live if one is not sequence)
@@ -621,7 +684,8 @@ class Run(Iterator[Event]):
         """Draws the first token of a sequence whose prompt is read, and returns its round 0."""
         began, sequence, self._reading = self._system.clock(), reading.sequence, None
         token = on_all_ranks(self._target, self._system, reading.first_token)
-        together = [one for one in self.live if one.state in ("running", "reading")]
+        aside = self._set_aside and self._set_aside.sequence
+        together = [one for one in self.live if one.state in ("running", "reading") and one is not aside]
         self._setup.use_measured_link()
         self.tiers[0].control.choose_lengths(len(together), *self._setup.filling(together))
         self._agree([sequence], [RoundDecision([token], ends=sequence.is_to_end([token]))])

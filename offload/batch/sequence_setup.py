@@ -235,6 +235,7 @@ class SequenceSetup:
         running: Sequence[BatchSequence],
         waiting: Sequence[BatchSequence],
         *,
+        aside: BatchSequence | None = None,
         reuse: int | None = None,
         on_memory: Callable[[float], None] | None = None,
     ) -> None:
@@ -243,6 +244,7 @@ class SequenceSetup:
         Args:
             running: the sequences with which it may share tokens.
             waiting: the sequences that are to run together soon, including this one.
+            aside: that one of `running` whose prefill goes on after that of this sequence, if there is one.
             reuse: the maximum number of leading tokens to take over from kept caches; `None`: any number.
             on_memory: see `StreamedBlocks`.
 
@@ -270,11 +272,19 @@ class SequenceSetup:
                 self.threads = DecodingThreads(adapts and self.tiers[0].control.adapts_to_time)
         else:
             unallocated = sum(one.active.unallocated_bytes for one in running)
+            unallocated += _further_slices_bytes(aside.active) if aside else 0
             request = replace(request, beside=len(running), unallocated_bytes=unallocated)
             full, plan = self._full_cache(sequence, request, first=False)
         sequence.active_or_none = self._activated(sequence, full, plan, matcher)
         models.kept.others.add(sequence.active_or_none)
         sequence.statistics = replace(sequence.statistics, reused_tokens=full.length)
+
+    def unread(self, sequence: BatchSequence) -> int:
+        """How many tokens of a prompt must be computed: those that are neither in its cache nor in a saved context. If
+        it is not open, it may take over those of another cache."""
+        opened, prefix = sequence.active_or_none, sequence.order.contexts.prefix
+        there = opened.full.length if opened else self._models.kept.find(sequence.context)[1]
+        return len(sequence.context) - max(there, prefix.tokens if prefix else 0)
 
     def could_use(self, sequence: BatchSequence, saving: Sequence[BatchSequence]) -> bool:
         """Whether a prompt that is to be saved has many more tokens in common with one of the sequences `saving`, when
@@ -308,25 +318,24 @@ class SequenceSetup:
         shares = self.target.part.num_heads * rows * chunks * 4  # bytes of the attention that rows give to chunks
         return rows <= STEP_ROWS and shares <= plan.prefill
 
-    def make_room(self, running: Sequence[BatchSequence], reading: BatchSequence | None = None) -> None:
+    def make_room(self, running: Sequence[BatchSequence], readings: Sequence[BatchSequence] = ()) -> None:
         """Moves keys and values from a GPU to host memory, as far as room is planned there, if other programs have
         taken memory that `next_bytes` may need. Drops caches of ended sequences first. Every rank calls it."""
-        caches = (one.active.full for one in [*running, *([reading] if reading else [])])
-        self._models.kept.make_room(caches, lambda: self.next_bytes(running, reading))
+        caches = (one.active.full for one in [*running, *readings])
+        self._models.kept.make_room(caches, lambda: self.next_bytes(running, readings))
 
-    def next_bytes(self, running: Sequence[BatchSequence], reading: BatchSequence | None = None) -> int:
+    def next_bytes(self, running: Sequence[BatchSequence], readings: Sequence[BatchSequence] = ()) -> int:
         """Bytes that must be free on the device before the next round of these sequences, and before the next slices of
-        the prefill of `reading`. They may take this memory; half of the reserve for fragmentation is added."""
-        caches = [one.active for one in [*running, *([reading] if reading else [])]]
+        the first prefill of `readings`. They may take this memory; half of the reserve for fragmentation is added."""
+        caches = [one.active for one in [*running, *readings]]
         passing = max((one.plan.round_bytes(len(running)) for one in caches), default=0) if running else 0
-        if reading:  # before its caches grow
-            own = reading.active
+        if readings:  # before its caches grow
+            own = readings[0].active
             if own.retrieval and held_bytes(own.retrieval.held()):  # it was kept, so no other sequence runs
-                passing += own.plan.prefill_of(own.full.length, len(reading.context))
+                passing += own.plan.prefill_of(own.full.length, len(readings[0].context))
             else:
-                passing = max(passing + own.plan.between_slices, own.plan.prefill - own.unallocated_bytes)
-                if own.full.under_way:  # this memory is already allocated
-                    passing -= own.plan.between_slices
+                held = own.plan.between_slices if own.full.under_way else 0  # this memory is already allocated
+                passing = max(passing + own.plan.between_slices - held, _further_slices_bytes(own))
         if self._models.settings.resident is None:  # a size that is set by hand may take the reserve
             passing += caches[0].plan.reserve_parts.get("fragmentation", 0) // 2
         return passing + sum(one.unallocated_bytes for one in caches)
@@ -582,6 +591,13 @@ class SequenceSetup:
             disk_bytes=sum(holder.blocks.footprint.disk for holder in full.holders),
             packed=any(holder.blocks.placement.packed for holder in full.holders),
         )
+
+
+def _further_slices_bytes(own: ActiveSequence) -> int:
+    """The maximum bytes that further slices of a prefill take beside those that are already allocated, and beside those
+    that the sequence takes only afterwards."""
+    held = own.plan.between_slices if own.full.under_way else 0
+    return max(0, own.plan.prefill - own.unallocated_bytes - held)
 
 
 def _alike(some: dict[str, float], others: dict[str, float]) -> bool:

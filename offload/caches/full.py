@@ -202,6 +202,9 @@ class FullCache:
         self.windows.release()
         self._hidden_states: weakref.ref[HiddenStates] | None = None
         self._collector: weakref.WeakMethod[Callable[[], BlockCollector | None]] | None = None
+        self.is_set_aside = False
+        """Whether the prefill of this cache goes on after that of other sequences. Until then, no sequence can share
+        its tokens, apart from those of its prefix: some layers may have moved their last tokens to other places."""
         config, max_chunks = self.config, -(-self.capacity // self.chunk_size)
         self._attention = BlockAttention(config.attention_scale, self.chunk_size)
         self._steps: dict[int | None, PreparedStep | None] = {}  # the steps of the last pass, by window
