@@ -403,7 +403,7 @@ def test_a_draft_that_reads_between_two_slices_of_another_prompt_is_planned(tmp_
             counted.check("in a run")
             running, reading = ([one for one in run.live if one.state == state] for state in ("running", "reading"))
             if running and reading and not running[0].active.drafting_filled:
-                free = run._setup.next_bytes(running, reading[0])
+                free = run._setup.next_bytes(running, reading)
                 before = simulator.live
                 next(run)
                 taken.append((simulator.peak - before) / free)

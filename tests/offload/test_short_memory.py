@@ -18,7 +18,8 @@ from simulated_gpu import as_on_a_gpu, simulated_system
 from spmd import run_forks
 from tiny import random_tokens, save_llama
 from triforce.kernels.cpu.library import loaded
-from triforce.offload import Engine, Request, Sampling
+from triforce.offload import Ended, Engine, Request, Sampling
+from triforce.offload.batch.reading import Reading
 from triforce.offload.planning.request import RunRequest
 from triforce.offload.planning.run_plan import make_plan
 from triforce.offload.settings import Settings
@@ -274,7 +275,7 @@ def spare_bytes(engine):
 def next_bytes(batch):
     """What is to be free before the next round."""
     running, reading = ([one for one in batch.sequences if one.state == state] for state in ("running", "reading"))
-    return batch.run._setup.next_bytes(running, *reading)
+    return batch.run._setup.next_bytes(running, reading)
 
 
 @pytest.mark.parametrize("first", [0, 1000])
@@ -336,3 +337,37 @@ def test_who_joins_waits_until_rounds_of_all_fit(tmp_path):
             waited.append(len(joined) > 1)
             engine.close()
     assert waited[0] and not waited[-1]
+
+
+@pytest.mark.parametrize("resident", [None, 0.0], ids=["resident", "streamed"])
+def test_a_prompt_that_goes_before_the_rest_of_another_takes_nothing_that_this_needs(tmp_path, monkeypatch, resident):
+    monkeypatch.setattr(Reading, "due_alone", 1)
+    save_llama(tmp_path, seed=1, max_position_embeddings=4096, num_hidden_layers=2)
+    settings: Any = {"tiers": 2, "budget": 64, "block_length": 4, "resident": resident}
+    config = ModelConfig.load(tmp_path)
+    asked = RunRequest(config, None, torch.float32, 1500 + NEW_TOKENS, Settings(**settings))
+    limits = replace(ledger.LIMITS, step_rows=32)  # so that its passes can be paused
+    alone = make_plan(replace(asked, gpu_bytes=2**40, kernels=False, limits=limits))
+
+    def ends(more: float) -> list[int]:
+        """The lengths of the prompts, in the order in which their answers end, with so many MiB more than the longer
+        one needs."""
+        simulator, found, read = Simulator(), dict[Any, Any](), list[Any]()
+        needed = alone.weights + alone.working + alone.kv + int(more * 2**20)
+        system = simulated_system(simulator, limits, device_bytes=ledger.with_reserve(alone, needed))
+        left = [Request(random_tokens(n, seed=n), GREEDY, NEW_TOKENS, ignore_eos=True, tag=n) for n in (1500, 300)]
+        with as_on_a_gpu(), simulator:
+            engine = Engine.load(tmp_path, device="cpu", dtype="float32", system=system, **settings)
+            simulator.limit = needed
+            for event in engine.run(lambda waits: left.pop(0) if left and (waits or read) else None):
+                read.append(event)
+                if isinstance(event, Ended):
+                    found[event.sequence.tag] = event.sequence.error, len(event.sequence.statistics.token_ids)
+            engine.close()
+        assert set(found.values()) == {(None, NEW_TOKENS)}, more
+        assert not simulator.refused, more
+        return list(found)
+
+    orders = [ends(more) for more in (0, 0.1, 0.5, 1, 2, 16)]
+    assert orders[-1] == [300, 1500]
+    assert resident == 0 or orders[0] == [1500, 300], "without memory for both it waits"

@@ -122,6 +122,7 @@ class Ledger:
         there = {
             "sequences together": len(opened) > 1,
             "a prompt read beside others": {"reading", "running"} <= {one.state for one in opened},
+            "a prompt read before the rest of another": bool(engine._running and engine._running._set_aside),
             "a shared prefix": any(one.active.full.prefix for one in opened),
             "a restored context": any(one.order.contexts.prefix for one in opened),
             "blocks that stream": any(not one.active.full.all_on_device for one in opened),
@@ -164,7 +165,8 @@ class Ledger:
     def _of_a_prefill(self) -> Iterator[tuple[str, Tensor]]:
         """What a prompt that is read in slices has between two of them: local variables of its generators."""
         running = self.engine._running
-        generators: list[Any] = [running._reading._slices] if running and running._reading else []
+        readings = [one for one in (running._reading, running._set_aside) if one] if running else []
+        generators: list[Any] = [one._slices for one in readings]
         while generators:
             generator = generators.pop()
             values = [*generator.gi_frame.f_locals.values()] if generator.gi_frame else []

@@ -94,10 +94,18 @@ class Planned:
         blocks = {weakref.ref(holder): holder.kept_bytes for one in self.engine._kept.caches for holder in one.holders}
         lasting = self._bare.weights + self._rope + sum((self._blocks | blocks).values())
         lasting += self._captured + captured + _scratch(plans) + sum(plan.draft_kv for plan in plans)
-        most = max(self.live, lasting + _passing(plans))
+        most = max(self.live, lasting + _passing(plans) + self._paused(found))
         self._blocks, self._captured, self.live = blocks, captured, live
         self._read = [(weakref.ref(one), plan) for one, plan in found.items() if one.state == "reading"]
         return most, lasting
+
+    def _paused(self, found: Mapping[BatchSequence, RunPlan]) -> int:
+        """What a prefill has between two slices, if another prompt may have been read there since this was last asked.
+        `found` are the sequences that have caches, and their plans."""
+        begun = [plan for known, plan in self._read if (one := known()) in found and one and one.state == "reading"]
+        if sum(one.state == "reading" or not one.statistics.rounds for one in found) < 2:
+            return 0
+        return max((plan.between_slices for plan in begun), default=0)
 
     def and_slack(self, planned: int) -> int:
         """One in a hundred more than these bytes, or one block of all layers."""
