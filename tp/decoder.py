@@ -51,9 +51,12 @@ PREFILL_TOKENS = 131_072
 would be 8 GiB for a million tokens at a width of 4,096. Keys and values that stream cross the link again for each pass.
 With this many tokens, that takes a hundredth of the time of their attention."""
 
-
 END_ROWS = 256
 """See `Tiling.end_rows`; less than `STEP_ROWS`."""
+
+_SLICE_WORK = 2**33
+"""Multiplications of the attention of a slice, see `Decoder.slices`, but at least those of `STEP_ROWS` rows. They take
+about 0.03 s on two cores of an AMD EPYC (Zen 4)."""
 
 
 @dataclass(frozen=True)
@@ -408,12 +411,7 @@ class Decoder:
         Returns:
             Logits `[num_logits, vocab_size]`, float32, the same on every rank.
         """
-        slices = self.slices(token_ids, cache, num_logits=num_logits, on_progress=on_progress, stop=stop)
-        while True:
-            try:
-                next(slices)
-            except StopIteration as end:
-                return end.value
+        return _result_of(self.slices(token_ids, cache, num_logits=num_logits, on_progress=on_progress, stop=stop))
 
     def slices(
         self,
@@ -428,7 +426,8 @@ class Decoder:
         mode.
 
         The first slice takes memory. The last slice computes the logits, which the generator returns. Each slice
-        between them computes the attention or the MLP of one part of the rows in one layer.
+        between them computes the attention or the MLP of one part of the rows in one layer. Attention to many keys
+        takes several slices, see `_SLICE_WORK`.
 
         Other passes may run between two slices, if `cache` afterwards has what it prepared for this pass. If a slice
         other than the last fails on one of several ranks, it still ends on the others; their numbers are of no use.
@@ -442,10 +441,13 @@ class Decoder:
         # A step is one part. It does not need `self.tiling`, which asks every matrix.
         parts = [n] if n <= STEP_ROWS else self.tiling.tiles(start, n, stop)
         work = _Progress(self.config, start, hidden.shape[0], on_progress)
+        divides = n > STEP_ROWS and self.device.type == "cpu" and self.rows_are_independent
         yield
         for layer in self._layers:
+            keys = start
             for rows in hidden.split(parts):
-                self._attention(layer, rows, cache)
+                keys += len(rows)
+                yield from self._attention(layer, rows, cache, self._sizes(len(rows), keys) if divides else None)
                 yield
                 self._mlp(layer, rows)
                 work.add(rows.shape[0])
@@ -519,25 +521,45 @@ class Decoder:
         hidden = self._embedding.looked_up(token_ids, self.dtype)
         return hidden.mul_(self._root) if self.config.scaled_embedding else hidden
 
-    def _attention(self, layer: _Layer, rows: Tensor, cache: Cache) -> None:
-        """Adds a layer's attention to `rows` `[n, hidden]`."""
+    def _sizes(self, n: int, keys: int) -> list[int] | None:
+        """The numbers of rows of a part of `n` rows whose attention to up to `keys` keys is computed in a slice each;
+        `None`: all in one."""
+        of_a_row = 2 * self.part.num_heads * self.part.head_dim * keys
+        count = min(n // STEP_ROWS, n * of_a_row // _SLICE_WORK)
+        return [n // count + (i < n % count) for i in range(count)] if count > 1 else None
+
+    def _attention(
+        self, layer: _Layer, rows: Tensor, cache: Cache, sizes: list[int] | None
+    ) -> Generator[None, None, None]:
+        """Adds a layer's attention to `rows` `[n, hidden]`. Pauses between slices of it.
+
+        Args: `sizes`: see `_sizes`.
+        """
         part, o_bias = layer.attention, layer.attention.o_bias
-        if self.ranks.size == 1 and o_bias is None and layer.attention_norm is None:
-            part.o.times(self._heads(layer, rows, cache), onto=rows)
-            return
-        out = self._sum(rows, lambda: part.o.times(self._heads(layer, rows, cache)))
+        if self.ranks.size > 1:  # if a rank fails, it must still take part in the sum
+            out = self._sum(rows, lambda: part.o.times(_result_of(self._heads(layer, rows, cache, None))))
+        else:
+            heads = yield from self._heads(layer, rows, cache, sizes)
+            if o_bias is None and layer.attention_norm is None:
+                part.o.times(heads, onto=rows)
+                return
+            out = part.o.times(heads)
         if o_bias is not None:
             out += o_bias
         rows += out if layer.attention_norm is None else self._rms_norm(out, layer.attention_norm)
 
-    def _heads(self, layer: _Layer, rows: Tensor, cache: Cache) -> Tensor:
+    def _heads(
+        self, layer: _Layer, rows: Tensor, cache: Cache, sizes: list[int] | None
+    ) -> Generator[None, None, Tensor]:
         """The results of this rank's heads for `rows`, `[n, num_heads * head_dim]`."""
         inputs = layer.attention.inputs.times(rows, norm=layer.input_norm, eps=self.config.rms_norm_eps)
         if isinstance(layer.attention, _LinearAttention):
             return self._read_state(layer.place, layer.attention, inputs, cache)
-        return self._attended(layer.place, layer.attention, inputs, cache)
+        return (yield from self._attended(layer.place, layer.attention, inputs, cache, sizes))
 
-    def _attended(self, place: int, attention: _Attention, qkv: Tensor, cache: Cache) -> Tensor:
+    def _attended(
+        self, place: int, attention: _Attention, qkv: Tensor, cache: Cache, sizes: list[int] | None
+    ) -> Generator[None, None, Tensor]:
         config, n, gate = self.part, qkv.shape[0], None
         heads, kv_heads, size = config.num_heads, config.num_kv_heads, config.head_dim
         if config.output_gate:
@@ -550,8 +572,16 @@ class Decoder:
             q, k, v = qkv.split((heads, kv_heads, kv_heads))
         if attention.q_norm is not None and attention.k_norm is not None:
             q, k = self._rms_norm(q, attention.q_norm), self._rms_norm(k, attention.k_norm)
-        out = cache.attend(place, q, k, v)  # [num_heads, n, head_dim]
-        out = out.transpose(0, 1).reshape(n, heads * size)
+        if sizes is None:
+            out = cache.attend(place, q, k, v).transpose(0, 1)
+        else:
+            outs: list[Tensor] = []
+            for some in zip(q.split(sizes, dim=1), k.split(sizes, dim=1), v.split(sizes, dim=1), strict=True):
+                if outs:
+                    yield
+                outs.append(cache.attend(place, *some).transpose(0, 1))
+            out = torch.cat(outs)
+        out = out.reshape(n, heads * size)  # from [n, num_heads, head_dim]
         return out if gate is None else by_sigmoid(out, gate.reshape(n, heads * size))
 
     def _read_state(self, place: int, attention: _LinearAttention, inputs: Tensor, cache: Cache) -> Tensor:
@@ -600,6 +630,15 @@ class Decoder:
 
     def _rms_norm(self, rows: Tensor, weight: Tensor) -> Tensor:
         return rms_norm(rows, weight, self.config.rms_norm_eps)
+
+
+def _result_of(slices: Generator[None, None, Tensor]) -> Tensor:
+    """Computes all slices, and returns the result."""
+    while True:
+        try:
+            next(slices)
+        except StopIteration as end:
+            return end.value
 
 
 def forward_work(config: ModelConfig, start: int, n: int) -> float:

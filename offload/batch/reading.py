@@ -32,7 +32,7 @@ Slices = Generator[bool | Future[Any], None, Tensor]
 time is not known yet; or what it waits for, if a thread must do something before the next slice. It returns the logits
 `[1, vocab_size]` after the last token."""
 
-_CHECKS_S = 0.2
+_CHECKS_S = 0.1
 """Seconds between two checks whether a prompt is still wanted, and whether shorter ones wait, while no other sequence
 runs."""
 
