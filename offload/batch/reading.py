@@ -5,10 +5,12 @@ It works in slices. Between two slices, other sequences may have rounds.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from typing import Any, TypeVar
 
 import torch
@@ -35,6 +37,11 @@ time is not known yet; or what it waits for, if a thread must do something befor
 _CHECKS_S = 0.1
 """Seconds between two checks whether a prompt is still wanted, and whether shorter ones wait, while no other sequence
 runs."""
+
+
+_RECENT = 128
+"""The number of slices from whose times that of the next ones is expected. That of an MLP is much shorter than one of
+attention to many keys, and a model may have several layers with windows for each one without."""
 
 
 class ReadingError(Exception):
@@ -81,8 +88,8 @@ class Reading:
         """Seconds of prefill that this prompt gets before shorter ones are read in between again."""
         self._slices = slices
         self._logits = torch.empty(0)  # [1, vocab_size], once the prompt is read
-        self._slice_s: float | None = None  # mean seconds of the slices of the last call
-        self._last = 0  # the number of these slices
+        self._slices_s: deque[float] = deque(maxlen=_RECENT)  # seconds of the last slices of this kind
+        self._last = 0  # the number of slices of the last call
         self._granted_s = 0.0
 
     def grant(self, seconds: float) -> None:
@@ -91,14 +98,15 @@ class Reading:
 
     @property
     def due(self) -> int:
-        """The number of slices that are expected to fit into the granted time; 1 before any slice was timed."""
-        return 1 if self._slice_s is None else max(0, int(self._granted_s / self._slice_s))
+        """The number of slices that fit into the granted time even if each takes as long as the longest of the last
+        ones; 1 before any slice was timed."""
+        return max(0, int(self._granted_s / max(self._slices_s))) if self._slices_s else 1
 
     @property
     def due_alone(self) -> int:
         """The number of slices until the next check whether the prompt is still wanted, while no other sequence runs.
         At most twice the last number, as these slices may take much longer than the last ones."""
-        return 1 if self._slice_s is None else max(1, min(int(_CHECKS_S / self._slice_s), 2 * self._last))
+        return max(1, min(int(_CHECKS_S / max(self._slices_s)), 2 * self._last)) if self._slices_s else 1
 
     def close(self, *, keeps: bool) -> None:
         """Ends the prefill at once.
@@ -116,9 +124,12 @@ class Reading:
 
         Args: `waits` is whether to wait a moment for this thread.
         """
-        began, done, whole, pause = self._system.clock(), 0, False, False
+        begins, whole, pause = [self._system.clock()], False, False  # when each slice begins
+        done, blocks = 0, self.sequence.active.full.blocks
         try:
             while done != count and not pause:
+                if done:
+                    begins.append(self._system.clock())
                 pause = next(self._slices)
                 done += 1
                 if waits and isinstance(pause, Future):
@@ -126,18 +137,22 @@ class Reading:
         except StopIteration as end:
             self._logits, whole = end.value, True
         if not whole:
-            blocks = self.sequence.active.full.blocks
             blocks.drain()  # else the next round would wait for the copies of these slices, and be timed with them
             self._system.synchronize(blocks.device)
-        spent = self._system.clock() - began
+        now = self._system.clock()
+        spent = now - begins[0]
+        if blocks.device.type == "cpu":
+            self._slices_s.extend(stop - start for start, stop in pairwise([*begins, now][: done + 1]))
+        else:  # it computes them after they are started
+            self._slices_s.extend([spent / max(1, done)] * done)
         self.seconds += spent
         self.owed_s = max(0.0, self.owed_s - spent)
         self._granted_s -= spent
-        if done:
-            self._slice_s, self._last = spent / done, done
+        self._last = done or self._last
         if pause:
             kept = 0.0 if isinstance(pause, Future) else self._granted_s  # time that passes while it waits is lost
-            self._slice_s, self._granted_s = None, max(kept, 0.0)
+            self._granted_s = max(kept, 0.0)
+            self._slices_s.clear()
         return whole
 
     def first_token(self) -> int:

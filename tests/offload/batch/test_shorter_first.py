@@ -1,5 +1,6 @@
 """A prompt that is much shorter than the rest of a long prompt does not wait for the end of that prompt's prefill."""
 
+import itertools
 import json
 from dataclasses import dataclass, field
 from typing import Any
@@ -30,6 +31,12 @@ def one_slice_at_a_time(monkeypatch):
     """Other sequences are looked for after each slice of a prefill."""
     monkeypatch.setattr(Reading, "due", 1)
     monkeypatch.setattr(Reading, "due_alone", 1)
+
+
+def ticking(**other):
+    """A system on whose clock each slice takes as long as the next, so that nothing depends on how fast this machine
+    is."""
+    return System(clock=itertools.count(0.0, 0.1).__next__, **other)
 
 
 def request(tag, prompt=None, new_tokens=None, **more):
@@ -80,7 +87,7 @@ def play(engine, first, later, on_event=lambda run, event: None, name=lambda seq
 @pytest.mark.parametrize("short", ["short", "question"])
 @STREAMED
 def test_it_is_answered_before_and_no_text_changes(models, resident, short, first):
-    found = play(models.engine("llama", resident=resident), map(request, first), [request(short)])
+    found = play(models.engine("llama", resident=resident, system=ticking()), map(request, first), [request(short)])
     assert found.begun == [*first[:-1], short, "long"]
     found.check(models["llama"][1])
     assert len(found.texts) == len(first) + 1
@@ -90,7 +97,7 @@ def test_it_is_answered_before_and_no_text_changes(models, resident, short, firs
 @STREAMED
 @pytest.mark.slow(keep=("resident-qwen3-next", "streamed-gemma3"))
 def test_so_it_is_in_families_with_windows_states_and_experts(models, resident, family):
-    found = play(models.engine(family, resident=resident), [request("long")], [request("short")])
+    found = play(models.engine(family, resident=resident, system=ticking()), [request("long")], [request("short")])
     assert found.begun == ["short", "long"]
     found.check(models[family][1])
 
@@ -112,7 +119,7 @@ def test_the_long_prompt_is_read_on_however_many_short_ones_come(models, first):
         asked += bool(asks)
         return request(asks.pop(), random_tokens(5, seed=asked), 1) if asks else None
 
-    run = models.engine("llama").run(more)
+    run = models.engine("llama", system=ticking()).run(more)
     for event in run:
         if isinstance(event, Ended):
             ended.append(event.sequence.tag)
@@ -124,14 +131,16 @@ def test_the_long_prompt_is_read_on_however_many_short_ones_come(models, first):
 
 
 def test_a_prompt_of_more_than_half_of_what_is_left_waits(models):
-    found = play(models.engine("llama"), [request("long")], [request("more", random_tokens(1600, seed=5))])
+    found = play(
+        models.engine("llama", system=ticking()), [request("long")], [request("more", random_tokens(1600, seed=5))]
+    )
     assert found.begun == ["long", "more"]
 
 
 def test_a_question_about_the_text_that_is_being_read_waits_for_it(models):
     """It would read the same text."""
     asks = [*PROMPTS["long"], *random_tokens(9, seed=5)]
-    found = play(models.engine("llama"), [request("long", new_tokens=60)], [request("asks", asks)])
+    found = play(models.engine("llama", system=ticking()), [request("long", new_tokens=60)], [request("asks", asks)])
     assert found.begun == ["long", "asks"]
     assert found.ended["asks"].statistics.reused_tokens >= len(PROMPTS["long"]) - 8
     found.check(models["llama"][1], PROMPTS | {"asks": asks})
@@ -142,7 +151,7 @@ def test_what_a_running_answer_begins_with_is_shared_by_both(models, resident):
     book = random_tokens(1100, seed=6)
     prompts = {"runs": [*book, 1], "long": [*book, *random_tokens(1700, seed=7)], "short": [*book, 2, 3, 4]}
     first, short = [request(tag, prompts[tag]) for tag in ("runs", "long")], request("short", prompts["short"])
-    found = play(models.engine("llama", resident=resident), first, [short])
+    found = play(models.engine("llama", resident=resident, system=ticking()), first, [short])
     assert found.begun == ["runs", "short", "long"]
     assert min(found.ended[tag].statistics.reused_tokens for tag in ("short", "long")) >= 1000
     found.check(models["llama"][1], prompts)
@@ -151,7 +160,7 @@ def test_what_a_running_answer_begins_with_is_shared_by_both(models, resident):
 @STREAMED
 def test_nothing_is_shared_that_the_long_prompt_has_itself(models, resident):
     """Some layers may have moved it already."""
-    engine, book = models.engine("llama", resident=resident), random_tokens(1100, seed=6)
+    engine, book = models.engine("llama", resident=resident, system=ticking()), random_tokens(1100, seed=6)
     engine.generate([*book, 1], GREEDY, 1)
     prompts = {"long": [*book, *random_tokens(2900, seed=7)], "short": [*book[:1030], 2, 3, 4]}
     found = play(engine, [request("long", prompts["long"])], [request("short", prompts["short"])])
@@ -164,7 +173,7 @@ def test_a_prompt_that_is_to_be_saved_waits(models, tmp_path):
     def saves(name):
         return request(name, contexts=ContextRequest(save=name))
 
-    engine = models.engine("llama", store=ContextStore(tmp_path))
+    engine = models.engine("llama", store=ContextStore(tmp_path), system=ticking())
     found = play(engine, [saves("long")], [saves("short"), request("question")])
     assert found.begun == ["question", "long", "short"]
     assert [one.error for one in found.ended.values()] == [None] * 3 and len(engine.contexts.store.names()) == 2
@@ -178,7 +187,7 @@ def test_either_may_be_ended_meanwhile(models, whose, first):
         if isinstance(event, Progress) and event.sequence.tag == "short":
             run.end(next(one for one in run.live if one.tag == whose))
 
-    engine, oracle = models.engine("llama"), models["llama"][1]
+    engine, oracle = models.engine("llama", system=ticking()), models["llama"][1]
     found = play(engine, map(request, first), [request("short")], on_event)
     assert set(found.ended) == {*first, "short"} and whose not in found.texts
     found.check(oracle)
@@ -187,7 +196,7 @@ def test_either_may_be_ended_meanwhile(models, whose, first):
 
 
 def test_a_run_that_ends_meanwhile_leaves_what_can_be_gone_on_from(models):
-    engine, long = models.engine("llama"), PROMPTS["long"]
+    engine, long = models.engine("llama", system=ticking()), PROMPTS["long"]
     engine.generate([*long[:1100], 1], GREEDY, 1)
     found = play(
         engine,
@@ -212,7 +221,7 @@ def test_one_that_fails_changes_no_other(models, resident, monkeypatch):
         return append(cache, layer, k, v)
 
     monkeypatch.setattr(FullCache, "append", fail_once)
-    found = play(models.engine("llama", resident=resident), [request("long")], [request("short")])
+    found = play(models.engine("llama", resident=resident, system=ticking()), [request("long")], [request("short")])
     assert failed and found.ended["short"].error == "none is left" and found.ended["long"].error is None
     assert list(found.texts) == ["long"]
     found.check(models["llama"][1])
@@ -230,7 +239,7 @@ def test_without_memory_for_both_it_waits(models):
 
     ended: list[str] = []
     waited: set[str] = set()
-    engine = models.engine("llama", system=System(make_blocks=make))
+    engine = models.engine("llama", system=ticking(make_blocks=make))
     found = play(engine, [request("long")], [request("short")], on_event)
     assert found.begun == ["long", "short"] and waited == {"memory: none is left"}
     found.check(models["llama"][1])
@@ -238,7 +247,7 @@ def test_without_memory_for_both_it_waits(models):
 
 def run_on_ranks(root, resident):
     where = {"device": "cpu", "dtype": "float32", "gpus": 2}
-    engine = Engine.load(root / "target", root / "draft", budget=64, resident=resident, **where)
+    engine = Engine.load(root / "target", root / "draft", budget=64, resident=resident, system=ticking(), **where)
     lengths = {len(prompt): tag for tag, prompt in PROMPTS.items() if tag != "runs"}
     first, later = [request("long")], [request("short"), request("question")]
     found = play(engine, first, later, name=lambda sequence: lengths.get(sequence.statistics.prompt_tokens))
