@@ -127,3 +127,17 @@ def test_requests_join_a_batch_however_many_it_has_had(serving, long_pair):
         assert server.complete().status == 200
         assert metric(server, "running_answers") == 1, "the first one is still written"
         connection.close()
+
+
+def test_a_short_prompt_does_not_wait_until_a_long_text_is_read(serving, lasting, tmp_path, monkeypatch):
+    monkeypatch.setenv("TRIFORCE_HOME", str(tmp_path))
+    with serving(lasting) as server:
+        alone = server.complete("It was", max_tokens=4).json["choices"]
+        found = []
+        thread = threading.Thread(target=lambda: found.append(server.upload("book", TEXT * 60)))
+        thread.start()
+        server.wait_for(lambda: metric(server, "running_answers") == 1)
+        assert server.complete("It was", max_tokens=4).json["choices"] == alone
+        assert thread.is_alive(), "the text is still being read"
+        thread.join(120)
+    assert found[0].status == 201 and found[0].json["read_tokens"] > 10_000
