@@ -293,8 +293,7 @@ class Run(Iterator[Event]):
                     if not one.is_unfinished or one.ends:
                         self._leave(one)
                 self._finish_what_is_saved()
-                if reading := self._reading or self._set_aside:
-                    reading.grant(self.decode_s - decoded_s)
+                self._grant(self.decode_s - decoded_s)
             yield from self._let_go()  # an interrupted run yields no such events
             whole = True
         finally:
@@ -444,6 +443,11 @@ class Run(Iterator[Event]):
         slices += [slices_of(self._target, one, partial(self._read, one), self._system) for one in behind]
         self._read_with_it = [Reading(*one, self._system) for one in zip(together + behind, slices, strict=True)]
         self._reading = self._read_with_it.pop(0) if self._read_with_it else None
+
+    def _grant(self, seconds: float) -> None:
+        """See `Reading.grant`."""
+        if reading := self._reading or self._set_aside:
+            reading.grant(seconds)
 
     def _make_room(self, running: Sequence[BatchSequence], opened: BatchSequence | None = None) -> None:
         """See `SequenceSetup.make_room`.
