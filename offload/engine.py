@@ -276,7 +276,8 @@ class Engine:
             expected: the number of sequences for which memory is planned at the start, if more than `requests` are to
                 join.
             in_slices: whether the prompt of a joining sequence is read in slices between the rounds of the others. TBT
-                then at most doubles. Otherwise the others wait, and the whole batch is done sooner.
+                then at most doubles, and a short prompt does not wait for the end of a long one. Otherwise the others
+                wait, and the whole batch is done sooner.
             on_prefill: called with the index of a sequence and the finished share of its prefill, 0 to 1.
             tiers, interrupted: see `stream`.
             reuse, on_memory, contexts: see `stream`; for the first sequence that is not refused.
@@ -312,9 +313,10 @@ class Engine:
         be answered, only its sequence ends.
 
         Args:
-            source: called between rounds, as long as another sequence may run. Returns the next request, or `None` if
-                there is none at the moment. It is called with `True` if nothing else is left to do: it may wait then,
-                and `None` ends the run. A request can start from a context that was saved during the run.
+            source: called between rounds, and with `in_slices` during a prefill, as long as another sequence may run.
+                Returns the next request, or `None` if there is none at the moment. It is called with `True` if nothing
+                else is left to do: it may wait then, and `None` ends the run. A request can start from a context that
+                was saved during the run.
             max_sequences, expected, in_slices: see `batch`.
             tiers, interrupted, on_memory: see `stream`.
             on_prefill: called with a sequence and the finished share of its prefill, 0 to 1.

@@ -76,9 +76,9 @@ class Ended:
 Event = Progress | Tokens | Ended
 
 More = Callable[[bool], BatchSequence | None]
-"""Called on rank 0 between rounds, as long as another sequence may run. Returns the next sequence, or `None` if there
-is none at the moment. It is called with `True` if nothing else is left to do: it may wait then, and `None` ends the
-run."""
+"""Called on rank 0 between rounds and between slices of a prefill, as long as another sequence may run. Returns the
+next sequence, or `None` if there is none at the moment. It is called with `True` if nothing else is left to do: it may
+wait then, and `None` ends the run."""
 
 
 class Run(Iterator[Event]):
