@@ -54,14 +54,10 @@ With this many tokens, that takes a hundredth of the time of their attention."""
 END_ROWS = 256
 """See `Tiling.end_rows`; less than `STEP_ROWS`."""
 
-_SLICE_WORK = 2**33
-"""Multiplications of the attention of a slice, see `Decoder.slices`, but at least those of `STEP_ROWS` rows. They take
-about 0.03 s on two cores of an AMD EPYC (Zen 4)."""
-
 
 @dataclass(frozen=True)
 class Tiling:
-    """How the rows of a prompt are divided into parts that are computed together. All sizes are in tokens."""
+    """How the rows of a prompt are divided into parts that are computed together. Sizes are in tokens."""
 
     prefill_rows: int = PREFILL_ROWS
     """Size of the parts up to `whole`."""
@@ -72,6 +68,9 @@ class Tiling:
     end_rows: int = 0
     """Size of the parts behind the last multiple of `tail_rows`, if the rows of a step do not depend on one another.
     Then two prompts may begin to differ at any of these rows. 0: these rows are one part."""
+    slice_work: int = 2**33
+    """Multiplications of attention in a short slice, see `Decoder.slices`, but at least those of `STEP_ROWS` rows. They
+    take about 0.03 s on two cores of an AMD EPYC (Zen 4)."""
 
     def tiles(self, start: int, n: int, stop: int | None = None) -> list[int]:
         """The number of tokens of each part of a pass over `n` tokens from position `start` on. A step is one part.
@@ -421,13 +420,15 @@ class Decoder:
         num_logits: int = 1,
         on_progress: Callable[[float], None] | None = None,
         stop: int | None = None,
+        short: bool = False,
     ) -> Generator[None, None, Tensor]:
         """`forward` in slices: a generator that runs the same operations and pauses between slices. Needs inference
         mode.
 
         The first slice takes memory. The last slice computes the logits, which the generator returns. Each slice
-        between them computes the attention or the MLP of one part of the rows in one layer. Attention to many keys
-        takes several slices, see `_SLICE_WORK`.
+        between them computes the attention or the MLP of one part of the rows in one layer. With `short`, attention to
+        many keys takes several slices, see `Tiling.slice_work`: if a CPU without other ranks computes it, and a row
+        does not depend on others. This costs about 2 % of the time.
 
         Other passes may run between two slices, if `cache` afterwards has what it prepared for this pass. If a slice
         other than the last fails on one of several ranks, it still ends on the others; their numbers are of no use.
@@ -441,13 +442,15 @@ class Decoder:
         # A step is one part. It does not need `self.tiling`, which asks every matrix.
         parts = [n] if n <= STEP_ROWS else self.tiling.tiles(start, n, stop)
         work = _Progress(self.config, start, hidden.shape[0], on_progress)
-        divides = n > STEP_ROWS and self.device.type == "cpu" and self.rows_are_independent
+        divides = short and n > STEP_ROWS and self.device.type == "cpu" and self.ranks.size == 1
+        divides = divides and self.rows_are_independent
         yield
         for layer in self._layers:
             keys = start
             for rows in hidden.split(parts):
                 keys += len(rows)
-                yield from self._attention(layer, rows, cache, self._sizes(len(rows), keys) if divides else None)
+                sizes = self._sizes(layer, len(rows), keys) if divides else None
+                yield from self._attention(layer, rows, cache, sizes)
                 yield
                 self._mlp(layer, rows)
                 work.add(rows.shape[0])
@@ -521,11 +524,14 @@ class Decoder:
         hidden = self._embedding.looked_up(token_ids, self.dtype)
         return hidden.mul_(self._root) if self.config.scaled_embedding else hidden
 
-    def _sizes(self, n: int, keys: int) -> list[int] | None:
+    def _sizes(self, layer: _Layer, n: int, keys: int) -> list[int] | None:
         """The numbers of rows of a part of `n` rows whose attention to up to `keys` keys is computed in a slice each;
         `None`: all in one."""
-        of_a_row = 2 * self.part.num_heads * self.part.head_dim * keys
-        count = min(n // STEP_ROWS, n * of_a_row // _SLICE_WORK)
+        if isinstance(layer.attention, _LinearAttention):
+            return None
+        window = self.part.sliding_window(layer.place)
+        of_a_row = 2 * self.part.num_heads * self.part.head_dim * (min(keys, window + n) if window else keys)
+        count = min(n // STEP_ROWS, n * of_a_row // self._tiling.slice_work)
         return [n // count + (i < n % count) for i in range(count)] if count > 1 else None
 
     def _attention(

@@ -5,12 +5,10 @@ It works in slices. Between two slices, other sequences may have rounds.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import replace
 from functools import partial
-from itertools import pairwise
 from typing import Any, TypeVar
 
 import torch
@@ -37,11 +35,6 @@ time is not known yet; or what it waits for, if a thread must do something befor
 _CHECKS_S = 0.1
 """Seconds between two checks whether a prompt is still wanted, and whether shorter ones wait, while no other sequence
 runs."""
-
-
-_RECENT = 128
-"""The number of slices from whose times that of the next ones is expected. That of an MLP is much shorter than one of
-attention to many keys, and a model may have several layers with windows for each one without."""
 
 
 class ReadingError(Exception):
@@ -88,8 +81,8 @@ class Reading:
         """Seconds of prefill that this prompt gets before shorter ones are read in between again."""
         self._slices = slices
         self._logits = torch.empty(0)  # [1, vocab_size], once the prompt is read
-        self._slices_s: deque[float] = deque(maxlen=_RECENT)  # seconds of the last slices of this kind
-        self._last = 0  # the number of slices of the last call
+        self._slice_s: float | None = None  # mean seconds of the slices of the last call
+        self._last = 0  # the number of these slices
         self._granted_s = 0.0
 
     def grant(self, seconds: float) -> None:
@@ -98,15 +91,14 @@ class Reading:
 
     @property
     def due(self) -> int:
-        """The number of slices that fit into the granted time even if each takes as long as the longest of the last
-        ones; 1 before any slice was timed."""
-        return max(0, int(self._granted_s / max(self._slices_s))) if self._slices_s else 1
+        """The number of slices that are expected to fit into the granted time; 1 before any slice was timed."""
+        return 1 if self._slice_s is None else max(0, int(self._granted_s / self._slice_s))
 
     @property
     def due_alone(self) -> int:
         """The number of slices until the next check whether the prompt is still wanted, while no other sequence runs.
         At most twice the last number, as these slices may take much longer than the last ones."""
-        return max(1, min(int(_CHECKS_S / max(self._slices_s)), 2 * self._last)) if self._slices_s else 1
+        return 1 if self._slice_s is None else max(1, min(int(_CHECKS_S / self._slice_s), 2 * self._last))
 
     def close(self, *, keeps: bool) -> None:
         """Ends the prefill at once.
@@ -118,18 +110,19 @@ class Reading:
         if keeps:
             self.sequence.active.full.break_off()
 
-    def go_on(self, count: int, *, waits: bool = False) -> bool:
+    def go_on(self, count: int, *, waits: bool = False, timed: bool = False) -> bool:
         """Computes `count` further slices, or fewer if slices of another kind follow, or if a thread must do something
         before the next one. Returns whether the prompt is read.
 
-        Args: `waits` is whether to wait a moment for this thread.
+        Args:
+            waits: whether no other sequence runs. Then it waits a moment for this thread.
+            timed: whether to end with the slice in which the granted time ends; if no other sequence runs, the time
+                until the next check.
         """
-        begins, whole, pause = [self._system.clock()], False, False  # when each slice begins
-        done, blocks = 0, self.sequence.active.full.blocks
+        began, done, whole, pause = self._system.clock(), 0, False, False
+        ends = began + (_CHECKS_S if waits else self._granted_s)
         try:
-            while done != count and not pause:
-                if done:
-                    begins.append(self._system.clock())
+            while done != count and not pause and not (timed and done and self._system.clock() >= ends):
                 pause = next(self._slices)
                 done += 1
                 if waits and isinstance(pause, Future):
@@ -137,22 +130,18 @@ class Reading:
         except StopIteration as end:
             self._logits, whole = end.value, True
         if not whole:
+            blocks = self.sequence.active.full.blocks
             blocks.drain()  # else the next round would wait for the copies of these slices, and be timed with them
             self._system.synchronize(blocks.device)
-        now = self._system.clock()
-        spent = now - begins[0]
-        if blocks.device.type == "cpu":
-            self._slices_s.extend(stop - start for start, stop in pairwise([*begins, now][: done + 1]))
-        else:  # it computes them after they are started
-            self._slices_s.extend([spent / max(1, done)] * done)
+        spent = self._system.clock() - began
         self.seconds += spent
         self.owed_s = max(0.0, self.owed_s - spent)
         self._granted_s -= spent
-        self._last = done or self._last
+        if done:
+            self._slice_s, self._last = spent / done, done
         if pause:
             kept = 0.0 if isinstance(pause, Future) else self._granted_s  # time that passes while it waits is lost
-            self._granted_s = max(kept, 0.0)
-            self._slices_s.clear()
+            self._slice_s, self._granted_s = None, max(kept, 0.0)
         return whole
 
     def first_token(self) -> int:
@@ -185,11 +174,18 @@ def forward_in_parts(target: Decoder, full: FullCache, token_ids: list[int], num
 
 
 def slices_of(
-    target: Decoder, sequence: BatchSequence, report: Callable[[float], None] | None, system: System = THIS_MACHINE
+    target: Decoder,
+    sequence: BatchSequence,
+    report: Callable[[float], None] | None,
+    system: System = THIS_MACHINE,
+    *,
+    short: bool = False,
 ) -> Slices:
     """Restores the saved tokens of a prompt and computes the others, in parts, so that each part can be saved.
 
-    Args: `report` is called with the finished share of the prefill, 0 to 1.
+    Args:
+        report: called with the finished share of the prefill, 0 to 1.
+        short: see `Decoder.slices`.
 
     Raises:
         ReadingError: the prompt cannot be computed.
@@ -209,7 +205,7 @@ def slices_of(
         progress = None
         if report is not None:
             progress = _progress(target, report, (start, full.length, end, stop))
-        slices = target.slices(pending, full, on_progress=progress, stop=stop)
+        slices = target.slices(pending, full, on_progress=progress, stop=stop, short=short)
         go_on = partial(on_all_ranks, target, system, partial(_next, slices))
         logits = yield from _pausing(go_on, full, pending.shape[0])
         if saved:

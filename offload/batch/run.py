@@ -116,7 +116,9 @@ class Run(Iterator[Event]):
         self._reading: Reading | None = None  # the prompt whose next slices come after the next round
         self._read_with_it: list[Reading] = []  # prompts that come next, already computed or to be in the same pass
         self._set_aside: Reading | None = None  # a long prompt, which is read on behind shorter ones
-        self._too_long: set[BatchSequence] = set()  # to be read before the rest of that prompt, until a sequence leaves
+        self._stay_behind: set[BatchSequence] = (
+            set()
+        )  # waiting sequences that are not read before the rest of a long prompt
         self._read_until = self._system.clock()  # when the last prefill ended: prefill does not count as decoding
         self.live = [BatchSequence(one, self._read_until) for one in order.orders]
         """The sequences that have not ended, and perhaps some that have just ended."""
@@ -395,8 +397,8 @@ class Run(Iterator[Event]):
             self._reading, self._set_aside = self._set_aside, None
             self._reading.sequence.active.full.is_set_aside = False
         else:
-            self._too_long.clear()
-            self._open_next()
+            self._stay_behind.clear()
+            self._open_waiting()
         return self._reading is not None
 
     def _let_shorter_go_first(self, among: Container[BatchSequence]) -> None:
@@ -405,27 +407,35 @@ class Run(Iterator[Event]):
         reading = self._reading
         if reading is None or not self._in_slices or self._set_aside or self._read_with_it or self._short_of_memory:
             return
-        waits = any(one in among and one not in self._too_long for one in self._waiting())
-        if not waits or not self._target.ranks.least([int(reading.owed_s <= 0)])[0]:
+        waits = any(one in among and one not in self._stay_behind for one in self._waiting())
+        if not waits or self._left_of(reading) <= STEP_ROWS:
+            return
+        if not self._target.ranks.least([int(reading.owed_s <= 0)])[0]:
             return
         self._reading, self._set_aside = None, reading
         reading.sequence.active.full.is_set_aside = True
-        self._open_next()
+        self._open_waiting()
         if self._reading is None:
             self._begins_next()
 
-    def _goes_before(self, reading: Reading, sequence: BatchSequence) -> bool:
-        """Whether a waiting sequence's prompt is read before the rest of the prompt that is being read: if it is much
-        shorter than this rest, and is not to be saved."""
-        left = int(self._setup.unread(reading.sequence) * (1 - reading.sequence.read_share))
-        if left <= STEP_ROWS or sequence.order.contexts.save is not None or sequence in self._too_long:
-            return False
-        if _SHORTER * self._setup.unread(sequence) <= left:
-            return True
-        self._too_long.add(sequence)
-        return False
+    def _left_of(self, reading: Reading) -> int:
+        """How many tokens of the prompt that is being read are still to be computed, approximately."""
+        return int(self._setup.to_compute(reading.sequence) * (1 - reading.sequence.read_share))
 
-    def _open_next(self) -> None:
+    def _goes_first(self, sequence: BatchSequence, aside: Reading) -> bool:
+        """Whether a waiting sequence's prompt is read before the rest of the prompt that was set aside: if it is much
+        shorter than this rest, and is not to be saved. A sequence for which this is not so is remembered."""
+        first = (
+            sequence not in self._stay_behind
+            and sequence.order.contexts.save is None
+            and not self._setup.rotates_otherwise(sequence)
+            and _SHORTER * self._setup.to_compute(sequence) <= self._left_of(aside)
+        )
+        if not first:
+            self._stay_behind.add(sequence)
+        return first
+
+    def _open_waiting(self) -> None:
         """Opens the next waiting sequence, if it fits. Its prompt is the one to read now. If it can be read in one
         pass, later sequences are read in the same pass, as many as fit into it."""
         together: list[BatchSequence] = []
@@ -440,7 +450,10 @@ class Run(Iterator[Event]):
         slices = []
         if together:
             slices = slices_together(self.tiers[0].read, self._target, together, self._read, self._system)
-        slices += [slices_of(self._target, one, partial(self._read, one), self._system) for one in behind]
+        slices += [
+            slices_of(self._target, one, partial(self._read, one), self._system, short=self._in_slices)
+            for one in behind
+        ]
         self._read_with_it = [Reading(*one, self._system) for one in zip(together + behind, slices, strict=True)]
         self._reading = self._read_with_it.pop(0) if self._read_with_it else None
 
@@ -469,7 +482,7 @@ class Run(Iterator[Event]):
         """
         aside = self._set_aside
         for sequence in self._waiting():
-            if aside and not self._goes_before(aside, sequence):
+            if aside and not self._goes_first(sequence, aside):
                 continue
             running = len(self._running()) + len(beside) + (aside is not None)
             others = running + len(self._saving())
@@ -547,7 +560,11 @@ class Run(Iterator[Event]):
             if self._alone:
                 raise found
             if isinstance(found, CapacityError) and others:
-                sequence.waits_for, self._short_of_memory = f"memory: {found}", True
+                sequence.waits_for = f"memory: {found}"
+                if self._set_aside:  # there may be enough when this prompt has been read
+                    self._stay_behind.add(sequence)
+                else:
+                    self._short_of_memory = True
             else:
                 self._fail(sequence, found)
         finally:
@@ -561,7 +578,7 @@ class Run(Iterator[Event]):
 
     def _end_unopened(self, sequence: BatchSequence) -> None:
         sequence.state, self._short_of_memory = "ended", False
-        self._too_long.discard(sequence)
+        self._stay_behind.discard(sequence)
 
     def _read_on(self, reading: Reading) -> Round | None:
         """Reads some slices of a prompt. Returns the sequence's first round if the prompt is read to its end, else
@@ -584,10 +601,12 @@ class Run(Iterator[Event]):
             return self._drop(reading, keeps=True)
         event = failure = None
         before_s = reading.seconds
+        # A number of slices is agreed on. Without other ranks, the time decides.
+        timed = self._target.ranks.size == 1 and self._target.device.type == "cpu"
         alike = False  # whether the failure is the same on all ranks
         try:
             with shortage_explained(self._target.device, self._system.device_memory):
-                event = self._first_round(reading) if reading.go_on(due, waits=not beside) else None
+                event = self._first_round(reading) if reading.go_on(due, waits=not beside, timed=timed) else None
         except ReadingError as error:
             failure, alike = error.failure, True
         except Exception as error:
@@ -627,7 +646,7 @@ class Run(Iterator[Event]):
                 self._setup.forget(sequence)
             return
         sequence.state, self._short_of_memory = "ended", False
-        self._too_long.clear()
+        self._stay_behind.clear()
         self._finish_saving(sequence)
         if not self._alone and sequence.active_or_none:
             others = any(one.active_or_none for one in self.live if one is not sequence)
@@ -688,6 +707,7 @@ class Run(Iterator[Event]):
         """Draws the first token of a sequence whose prompt is read, and returns its round 0."""
         began, sequence, self._reading = self._system.clock(), reading.sequence, None
         token = on_all_ranks(self._target, self._system, reading.first_token)
+        self._stay_behind.clear()  # these sequences may share what has been read
         aside = self._set_aside and self._set_aside.sequence
         together = [one for one in self.live if one.state in ("running", "reading") and one is not aside]
         self._setup.use_measured_link()

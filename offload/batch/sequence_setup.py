@@ -279,12 +279,13 @@ class SequenceSetup:
         models.kept.others.add(sequence.active_or_none)
         sequence.statistics = replace(sequence.statistics, reused_tokens=full.length)
 
-    def unread(self, sequence: BatchSequence) -> int:
-        """How many tokens of a prompt must be computed: those that are neither in its cache nor in a saved context. If
-        it is not open, it may take over those of another cache."""
-        opened, prefix = sequence.active_or_none, sequence.order.contexts.prefix
-        there = opened.full.length if opened else self._models.kept.find(sequence.context)[1]
-        return len(sequence.context) - max(there, prefix.tokens if prefix else 0)
+    def to_compute(self, sequence: BatchSequence) -> int:
+        """How many tokens of a sequence's prompt its prefill must compute, or had to when it began: those that it does
+        not take over from a cache or a saved context."""
+        prefix = sequence.order.contexts.prefix
+        opened = sequence.active_or_none is not None
+        shared = sequence.statistics.reused_tokens if opened else self._models.kept.find(sequence.context)[1]
+        return len(sequence.order.prompt) - max(shared, prefix.tokens if prefix else 0)
 
     def could_use(self, sequence: BatchSequence, saving: Sequence[BatchSequence]) -> bool:
         """Whether a prompt that is to be saved has many more tokens in common with one of the sequences `saving`, when
@@ -331,7 +332,7 @@ class SequenceSetup:
         passing = max((one.plan.round_bytes(len(running)) for one in caches), default=0) if running else 0
         if readings:  # before its caches grow
             own = readings[0].active
-            if own.retrieval and held_bytes(own.retrieval.held()):  # it was kept, so no other sequence runs
+            if own.retrieval and held_bytes(own.retrieval.held()):  # its drafting caches were kept
                 passing += own.plan.prefill_of(own.full.length, len(readings[0].context))
             else:
                 held = own.plan.between_slices if own.full.under_way else 0  # this memory is already allocated

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import os
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,9 +12,11 @@ from tiny import greedy_oracle, random_tokens, save_family, save_llama
 from triforce.offload import ContextRequest, ContextStore, Ended, Engine, Progress, Request, Sampling, Tokens
 from triforce.offload.batch.reading import Reading
 from triforce.offload.caches.full import FullCache
+from triforce.offload.limits import Limits
 from triforce.offload.system import System
 from triforce.offload.transfer.make import make_blocks
 from triforce.tp import CapacityError
+from triforce.tp.decoder import Tiling
 
 GREEDY = Sampling(temperature=0.0)
 PROMPTS = {
@@ -33,10 +36,14 @@ def one_slice_at_a_time(monkeypatch):
     monkeypatch.setattr(Reading, "due_alone", 1)
 
 
-def ticking(**other):
+LIMITS = Limits(tiling=Tiling(slice_work=1))
+"""Attention is divided into slices even if it takes hardly any time."""
+
+
+def ticking(tick_s=0.1, **other):
     """A system on whose clock each slice takes as long as the next, so that nothing depends on how fast this machine
     is."""
-    return System(clock=itertools.count(0.0, 0.1).__next__, **other)
+    return System(clock=itertools.count(0.0, tick_s).__next__, limits=LIMITS, **other)
 
 
 def request(tag, prompt=None, new_tokens=None, **more):
@@ -59,9 +66,9 @@ class Played:
             assert tokens == greedy_oracle(oracle, prompts[tag], len(tokens)), tag
 
 
-def play(engine, first, later, on_event=lambda run, event: None, name=lambda sequence: sequence.tag):
+def play(engine, first, later, on_event=lambda run, event: None, name=lambda sequence: sequence.tag, found=None):
     """A run in which `later` requests come once the prompt of the last of the `first` ones is being read."""
-    first, later, found, read = list(first), list(later), Played(), 0
+    first, later, found, read = list(first), list(later), found or Played(), 0
 
     def more(waits):
         if first:
@@ -117,6 +124,7 @@ def test_the_long_prompt_is_read_on_however_many_short_ones_come(models, first):
         if waiting:
             return waiting.pop(0)
         asked += bool(asks)
+        assert asked < 200, "the long prompt is not read on"
         return request(asks.pop(), random_tokens(5, seed=asked), 1) if asks else None
 
     run = models.engine("llama", system=ticking()).run(more)
@@ -227,27 +235,30 @@ def test_one_that_fails_changes_no_other(models, resident, monkeypatch):
     found.check(models["llama"][1])
 
 
-def test_without_memory_for_both_it_waits(models):
+def test_without_memory_for_both_it_waits_until_the_long_prompt_is_read(models):
+    """And not until its answer is complete."""
+
     def make(config, placement, *args, **given):
-        if placement.capacity < 1000 and not ended:
+        if placement.capacity < 1000 and "long" not in found.begun:
             raise CapacityError("none is left")
         return make_blocks(config, placement, *args, **given)
 
     def on_event(run, event):
         waited.update(one.waits_for for one in run.live if one.tag == "short" and one.waits_for)
-        ended.extend([event.sequence.tag] if isinstance(event, Ended) else [])
+        lengths.setdefault(event.sequence.tag, len(found.texts.get("long", ())))
 
-    ended: list[str] = []
-    waited: set[str] = set()
+    found, waited, lengths = Played(), set(), {}
     engine = models.engine("llama", system=ticking(make_blocks=make))
-    found = play(engine, [request("long")], [request("short")], on_event)
+    play(engine, [request("long", new_tokens=100)], [request("short")], on_event, found=found)
     assert found.begun == ["long", "short"] and waited == {"memory: none is left"}
+    assert lengths["short"] < 10
     found.check(models["llama"][1])
 
 
 def run_on_ranks(root, resident):
+    tick_s = (0.1, 0.37)[int(os.environ["RANK"])]  # so that no rank decides by its own clock
     where = {"device": "cpu", "dtype": "float32", "gpus": 2}
-    engine = Engine.load(root / "target", root / "draft", budget=64, resident=resident, system=ticking(), **where)
+    engine = Engine.load(root / "target", root / "draft", budget=64, resident=resident, system=ticking(tick_s), **where)
     lengths = {len(prompt): tag for tag, prompt in PROMPTS.items() if tag != "runs"}
     first, later = [request("long")], [request("short"), request("question")]
     found = play(engine, first, later, name=lambda sequence: lengths.get(sequence.statistics.prompt_tokens))
@@ -265,3 +276,25 @@ def test_two_ranks_do_the_same(tmp_path, resident):
     texts = {tag: greedy_oracle(model, PROMPTS[tag], 6) for tag in ("question", "short", "long")}
     assert [report["texts"] for report in reports] == [texts, texts]
     assert all(report["begun"][-1] == "long" for report in reports)
+
+
+def test_what_is_left_of_a_prompt_that_is_saved_segment_by_segment(models, tmp_path):
+    """It has several passes. A prompt of nearly half of what is left still goes first."""
+
+    def more(waits):
+        if first:
+            return first.pop()
+        for one in run.live if later else ():
+            if one.active_or_none and one.active.full.length >= 2048 and (1 - one.read_share) * len(prompt) > 900:
+                return later.pop()
+        return None
+
+    prompt = random_tokens(3900, seed=8)
+    first = [request("long", prompt, contexts=ContextRequest(save="text"))]
+    later, begun = [request("short", random_tokens(400, seed=9))], []
+    engine = models.engine("llama", store=ContextStore(tmp_path, segment_tokens=1024), system=ticking())
+    run = engine.run(more)
+    for event in run:
+        if isinstance(event, Tokens) and event.round.index == 0:
+            begun.append(event.sequence.tag)
+    assert begun == ["short", "long"]

@@ -10,10 +10,11 @@ from tiny import greedy_oracle, random_tokens, save_family, save_llama
 from triforce.offload import Engine, Request, Sampling
 from triforce.offload.batch.reading import Reading
 from triforce.offload.batch.run import Progress
+from triforce.offload.limits import Limits
 from triforce.offload.system import System
 from triforce.offload.transfer.link import Traffic
 from triforce.tp import CapacityError
-from triforce.tp.decoder import Decoder
+from triforce.tp.decoder import Decoder, Tiling
 
 TAIL_ROWS = 1024
 """Behind the last whole 4,096 tokens of a prompt, what prompts share is a multiple of these (docs/exactness.md)."""
@@ -89,6 +90,32 @@ def test_keys_values_and_tokens_are_those_of_a_reading_without_slices(models, fa
     assert events > 4 or "question" in text
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("resident", [None, 0.0], ids=["resident", "streamed"])
+@pytest.mark.parametrize("family", ["llama", "mistral-window"])
+@pytest.mark.usefixtures("one_slice_at_a_time")
+def test_attention_that_takes_long_is_divided_and_has_the_same_bits(models, family, resident, dtype):
+    prompt, found = JOINING["the same text, more"], []
+    for tiling in (Tiling(), Tiling(slice_work=1)):
+        system = System(limits=Limits(tiling=tiling))
+        engine = load(models, family, resident=resident, dtype=dtype, system=system)
+        if not engine.target.rows_are_independent:
+            pytest.skip("attention of a row depends on other rows without compiled kernels")
+        batch, _ = join(engine, prompt, in_slices=True)
+        full = batch.sequences[1].active.full
+        full.blocks.drain()
+        own = [full.blocks.export(layer, 0, full.length - full.start)() for layer in range(full.config.num_layers)]
+        while batch.sequences[1].is_unfinished:
+            next(batch)
+        kv = torch.cat([piece for pieces in own for piece in pieces], dim=2)
+        sizes = engine.target._sizes(engine.target._layers[0], TAIL_ROWS, 2 * TAIL_ROWS)
+        found.append((kv, batch.sequences[1].statistics.token_ids, sizes))
+        batch.close()
+    (kv, tokens, whole), (divided_kv, divided_tokens, sizes) = found
+    assert torch.equal(kv, divided_kv) and tokens == divided_tokens
+    assert whole is None and sizes == [342, 341, 341]
+
+
 @pytest.mark.usefixtures("one_slice_at_a_time")
 def test_others_go_on_while_a_prompt_is_read_and_it_is_said_how_far_it_is(models):
     told: list[tuple[int, float, int]] = []
@@ -150,6 +177,30 @@ def test_reading_takes_no_more_time_than_the_rounds_between(slices_s):
     # How long a slice takes is known from the ones before.
     assert longest <= max(slices_s) * (1 + (1 + max(slices_s)) / min(slices_s))
     assert abs(rounds_s - whole) <= 2 * max(slices_s) + 2, "as much as the rounds, as nearly as slices allow"
+
+
+def test_one_long_slice_after_many_short_ones_is_the_last_of_its_turn():
+    """Otherwise as many would be computed as if all were short."""
+    now, slices_s = 0.0, [0.001] * 50 + [0.5] * 50
+
+    def slices():
+        nonlocal now
+        for seconds in slices_s:
+            now += seconds
+            yield False
+        return torch.empty(0)
+
+    blocks = SimpleNamespace(drain=lambda: None, device=torch.device("cpu"))
+    sequence = SimpleNamespace(active=SimpleNamespace(full=SimpleNamespace(blocks=blocks)))
+    reading, turns, whole = Reading(cast(Any, sequence), slices(), System(clock=lambda: now)), [], False
+    while not whole:
+        reading.grant(0.05)
+        before = now
+        whole = reading.go_on(reading.due, timed=True)
+        turns.append(now - before)
+        assert len(turns) < 1000
+    assert max(turns) <= 0.5 + 0.05
+    assert len(turns) * 0.05 == pytest.approx(sum(slices_s), rel=0.05), "half of the time, as before"
 
 
 @pytest.mark.usefixtures("one_slice_at_a_time")
