@@ -83,6 +83,7 @@ class Reading:
         self._logits = torch.empty(0)  # [1, vocab_size], once the prompt is read
         self._slice_s: float | None = None  # mean seconds of the slices of the last call
         self._last = 0  # the number of these slices
+        self._pause: bool | Future[Any] = False  # what the last slice has yielded
         self._granted_s = 0.0
 
     def grant(self, seconds: float) -> None:
@@ -99,6 +100,11 @@ class Reading:
         """The number of slices until the next check whether the prompt is still wanted, while no other sequence runs.
         At most twice the last number, as these slices may take much longer than the last ones."""
         return 1 if self._slice_s is None else max(1, min(int(_CHECKS_S / self._slice_s), 2 * self._last))
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether a thread must still do something before the next slice, such as restoring saved tokens."""
+        return isinstance(self._pause, Future) and not self._pause.done()
 
     def close(self, *, keeps: bool) -> None:
         """Ends the prefill at once.
@@ -134,6 +140,7 @@ class Reading:
             blocks.drain()  # else the next round would wait for the copies of these slices, and be timed with them
             self._system.synchronize(blocks.device)
         spent = self._system.clock() - began
+        self._pause = pause if done else self._pause
         self.seconds += spent
         self.owed_s = max(0.0, self.owed_s - spent)
         self._granted_s -= spent

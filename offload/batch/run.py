@@ -369,9 +369,10 @@ class Run(Iterator[Event]):
         expected = set(self.live)
         while not self._ends_now() and (self._reading or self._begins_next()):
             self._let_shorter_go_first(expected if self._running() else self.live)
-            assert self._reading
-            sequence = self._reading.sequence
-            event = self._read_on(self._reading)
+            reading = self._in_turn()
+            assert reading
+            sequence, event = reading.sequence, self._read_on(reading)
+            del reading  # else it would hold its logits during rounds
             if event is None:
                 if self._reading:
                     yield Progress(sequence)
@@ -400,6 +401,20 @@ class Run(Iterator[Event]):
             self._stay_behind.clear()
             self._open_waiting()
         return self._reading is not None
+
+    def _in_turn(self) -> Reading | None:
+        """The prompt to read on. If one was set aside, it is in turn as long as saved tokens of the other are being
+        restored; but not on several ranks, where these may be there at different times."""
+        waits = self._reading is None or (self._target.ranks.size == 1 and self._reading.is_waiting)
+        return self._set_aside if self._set_aside and waits else self._reading
+
+    def _end_reading(self, reading: Reading) -> None:
+        """Notes that a prompt has been read, or will not be read on."""
+        if reading is self._set_aside:
+            self._set_aside = None
+            reading.sequence.active.full.is_set_aside = False
+        else:
+            self._reading = None
 
     def _let_shorter_go_first(self, among: Container[BatchSequence]) -> None:
         """Sets the prompt that is being read aside, if it is long and sequences of `among` wait with much shorter ones.
@@ -459,7 +474,7 @@ class Run(Iterator[Event]):
 
     def _grant(self, seconds: float) -> None:
         """See `Reading.grant`."""
-        if reading := self._reading or self._set_aside:
+        if reading := self._in_turn():
             reading.grant(seconds)
 
     def _make_room(self, running: Sequence[BatchSequence], opened: BatchSequence | None = None) -> None:
@@ -467,7 +482,8 @@ class Run(Iterator[Event]):
 
         Args: `opened` is a sequence whose prompt is to be read next; default: the one whose prompt is being read.
         """
-        readings = [one.sequence for one in (self._reading, self._set_aside) if one]
+        begun = dict.fromkeys((self._in_turn(), self._reading, self._set_aside))
+        readings = [one.sequence for one in begun if one]
         self._setup.make_room(running, [opened, *readings] if opened else readings)
 
     def _comes_between_rounds(self, sequence: BatchSequence) -> bool:
@@ -611,7 +627,7 @@ class Run(Iterator[Event]):
             failure, alike = error.failure, True
         except Exception as error:
             failure, alike = error, isinstance(error, ContextError)
-        if self._set_aside:
+        if self._set_aside and reading is not self._set_aside:
             self._set_aside.owed_s += reading.seconds - before_s
         if failure is None:
             self._read_until = self._system.clock()
@@ -632,8 +648,9 @@ class Run(Iterator[Event]):
         Args: `keeps`: see `Reading.close`.
         """
         reading.close(keeps=keeps)
+        self._end_reading(reading)
         self._leave(reading.sequence)
-        self._reading, self._read_until = None, self._system.clock()
+        self._read_until = self._system.clock()
 
     def _leave(self, sequence: BatchSequence) -> None:
         """Ends a sequence. If a context of it must still be written, it ends when that is done, so that no other waits
@@ -705,7 +722,8 @@ class Run(Iterator[Event]):
 
     def _first_round(self, reading: Reading) -> Round:
         """Draws the first token of a sequence whose prompt is read, and returns its round 0."""
-        began, sequence, self._reading = self._system.clock(), reading.sequence, None
+        began, sequence = self._system.clock(), reading.sequence
+        self._end_reading(reading)
         token = on_all_ranks(self._target, self._system, reading.first_token)
         self._stay_behind.clear()  # these sequences may share what has been read
         aside = self._set_aside and self._set_aside.sequence

@@ -13,6 +13,7 @@ from hooked_disk import HookedDisk
 from spmd import run_forks
 from tiny import greedy_oracle, random_tokens, save_llama
 from triforce.offload import ContextRequest, ContextStore, Ended, Engine, Request, Sampling, Tokens
+from triforce.offload.batch.reading import Reading
 from triforce.offload.contexts.segments.file import SegmentFile
 from triforce.offload.system import System
 from triforce.offload.transfer.make import make_blocks
@@ -298,3 +299,39 @@ def test_ranks_stay_together_whatever_their_disks_do(model, tmp_path):
     store = ContextStore(tmp_path / "store")
     assert store.names() and not [name for name in store.names() if any(wrong for _, wrong in store.verify(name))]
     assert not list((tmp_path / "store").rglob(".*.probe"))
+
+
+@pytest.mark.parametrize("beside", [False, True], ids=["alone", "beside an answer"])
+def test_a_long_prompt_is_read_on_while_a_text_is_restored_for_a_shorter_one(model, tmp_path, monkeypatch, beside):
+    """The shorter one goes first, and the disk stands still until much of the long prompt has been read."""
+    engine_of(model, tmp_path).read(TWO, "two")
+    still, whole = Still(), SegmentFile.read
+    monkeypatch.setattr(SegmentFile, "read", lambda *given: (still.step(), whole(*given))[1])
+    monkeypatch.setattr(Reading, "due", 1)
+    monkeypatch.setattr(Reading, "due_alone", 1)
+    engine, long, asks = engine_of(model, tmp_path), random_tokens(2500, seed=4), TWO + THREE
+    first = [Request(long, GREEDY, 3, ignore_eos=True, tag="long")]
+    if beside:
+        first.append(Request(ONE, GREEDY, 1500, ignore_eos=True, tag="runs"))
+    later = [Request(asks, GREEDY, 3, ignore_eos=True, tag="asks", contexts=ContextRequest(name="two"))]
+    shares, begun, texts = [], [], {}
+
+    def more(waits):
+        if first:
+            return first.pop()
+        return later.pop() if later and any(one.read_share for one in run.live) else None
+
+    run = engine.run(more)
+    for event in run:
+        tag = event.sequence.tag
+        if still.stands:
+            shares.extend(one.read_share for one in run.live if one.tag == "long")
+            if shares[-1] > shares[0] + 0.2:
+                still.go_on()
+        if isinstance(event, Tokens):
+            begun += [tag] if event.round.index == 0 else []
+            texts.setdefault(tag, []).extend(event.round.tokens)
+    assert not still.late and shares, "the long prompt was read on"
+    assert begun[-2:] == ["asks", "long"]
+    for tag, prompt in (("long", long), ("asks", asks)):
+        assert texts[tag] == greedy_oracle(model[1], prompt, 3)
