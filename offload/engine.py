@@ -231,7 +231,7 @@ class Engine:
             on_memory: called while the host memory that blocks stream from is allocated, with the allocated share, 0
                 to 1.
             on_prefill: called with the finished share of the prefill, 0 to 1.
-            interrupted: called on rank 0 after each round, and some times a second during the prefill. `True` ends
+            interrupted: called on rank 0 after each round, and about ten times a second in the prefill. `True` ends
                 the run on all ranks. The next run can reuse the tokens that were read.
             contexts: what to do with saved contexts; default: start from the one that the engine was loaded with.
             grammar: the required form of the answer.

@@ -101,7 +101,7 @@ class Run(Iterator[Event]):
         setup: opens the sequences.
         graphs: captures passes.
         more: gives further sequences, beyond those of the order.
-        interrupted: called on rank 0 after each round, and some times a second during a prefill; `True` ends the run.
+        interrupted: called on rank 0 after each round, and about ten times a second in a prefill; `True` ends it.
         on_prefill: called with a sequence and the finished share of its prefill, 0 to 1.
         on_memory: for the first sequence; see `SequenceSetup.open`.
         system: the machine, or a substitute for it in tests.
@@ -116,9 +116,7 @@ class Run(Iterator[Event]):
         self._reading: Reading | None = None  # the prompt whose next slices come after the next round
         self._read_with_it: list[Reading] = []  # prompts that come next, already computed or to be in the same pass
         self._set_aside: Reading | None = None  # a long prompt, which is read on behind shorter ones
-        self._stay_behind: set[BatchSequence] = (
-            set()
-        )  # waiting sequences that are not read before the rest of a long prompt
+        self._stay_behind: set[BatchSequence] = set()  # waiting ones that do not go before that prompt
         self._read_until = self._system.clock()  # when the last prefill ended: prefill does not count as decoding
         self.live = [BatchSequence(one, self._read_until) for one in order.orders]
         """The sequences that have not ended, and perhaps some that have just ended."""
