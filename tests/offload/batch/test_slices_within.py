@@ -139,6 +139,21 @@ def test_others_go_on_while_a_prompt_is_read_and_it_is_said_how_far_it_is(models
     batch.close()
 
 
+def reading_of(slices_s):
+    """A prompt whose slices take so many seconds, and the time that they take it in."""
+    time = SimpleNamespace(now=0.0)
+
+    def slices():
+        for seconds in slices_s:
+            time.now += seconds
+            yield False
+        return torch.empty(0)
+
+    blocks = SimpleNamespace(drain=lambda: None, device=torch.device("cpu"))
+    sequence = SimpleNamespace(active=SimpleNamespace(full=SimpleNamespace(blocks=blocks)))
+    return Reading(cast(Any, sequence), slices(), System(clock=lambda: time.now)), time
+
+
 @pytest.mark.parametrize(
     "slices_s",
     [
@@ -152,25 +167,14 @@ def test_others_go_on_while_a_prompt_is_read_and_it_is_said_how_far_it_is(models
     ids=["shortest", "short", "long", "longest", "short and long", "long and short"],
 )
 def test_reading_takes_no_more_time_than_the_rounds_between(slices_s):
-    now = 0.0
-
-    def slices():
-        nonlocal now
-        for seconds in slices_s:
-            now += seconds
-            yield False
-        return torch.empty(0)
-
-    blocks = SimpleNamespace(drain=lambda: None, device=torch.device("cpu"))
-    sequence = SimpleNamespace(active=SimpleNamespace(full=SimpleNamespace(blocks=blocks)))
-    reading = Reading(cast(Any, sequence), slices(), System(clock=lambda: now))
+    reading, time = reading_of(slices_s)
     rounds_s, longest = 0.0, 0.0
     while True:
-        before = now
+        before = time.now
         if reading.go_on(reading.due):
             break
-        longest = max(longest, now - before)
-        now, rounds_s = now + 1.0, rounds_s + 1.0
+        longest = max(longest, time.now - before)
+        time.now, rounds_s = time.now + 1.0, rounds_s + 1.0
         reading.grant(1.0)
     whole = sum(slices_s)
     assert reading.seconds == pytest.approx(whole)
@@ -181,23 +185,13 @@ def test_reading_takes_no_more_time_than_the_rounds_between(slices_s):
 
 def test_one_long_slice_after_many_short_ones_is_the_last_of_its_turn():
     """Otherwise as many would be computed as if all were short."""
-    now, slices_s = 0.0, [0.001] * 50 + [0.5] * 50
-
-    def slices():
-        nonlocal now
-        for seconds in slices_s:
-            now += seconds
-            yield False
-        return torch.empty(0)
-
-    blocks = SimpleNamespace(drain=lambda: None, device=torch.device("cpu"))
-    sequence = SimpleNamespace(active=SimpleNamespace(full=SimpleNamespace(blocks=blocks)))
-    reading, turns, whole = Reading(cast(Any, sequence), slices(), System(clock=lambda: now)), [], False
+    slices_s, turns, whole = [0.001] * 50 + [0.5] * 50, [], False
+    reading, time = reading_of(slices_s)
     while not whole:
         reading.grant(0.05)
-        before = now
+        before = time.now
         whole = reading.go_on(reading.due, timed=True)
-        turns.append(now - before)
+        turns.append(time.now - before)
         assert len(turns) < 1000
     assert max(turns) <= 0.5 + 0.05
     assert len(turns) * 0.05 == pytest.approx(sum(slices_s), rel=0.05), "half of the time, as before"
