@@ -37,6 +37,10 @@ _CHECKS_S = 0.1
 runs."""
 
 
+_ANY = 2**31
+"""A number of slices that no prompt has."""
+
+
 class ReadingError(Exception):
     """A prompt cannot be read to its end, on any rank; `failure` says why."""
 
@@ -71,9 +75,15 @@ class Reading:
         sequence: BatchSequence,
         slices: Slices,
         system: System = THIS_MACHINE,
+        *,
+        timed: bool = False,
     ) -> None:
-        """Args: `slices` are those of the prompt; see `slices_of`."""
-        self.sequence, self._system = sequence, system
+        """Args:
+        slices: those of the prompt; see `slices_of`.
+        timed: whether the time decides how many are computed before the next round, and not a number that is known
+            before. Slices must be computed when they are called, and on no other ranks.
+        """
+        self.sequence, self._system, self._timed = sequence, system, timed
         self.began = system.clock()
         self.seconds = 0.0
         """Seconds of the prefill so far, without rounds between its slices."""
@@ -92,14 +102,21 @@ class Reading:
 
     @property
     def due(self) -> int:
-        """The number of slices that are expected to fit into the granted time; 1 before any slice was timed."""
-        return 1 if self._slice_s is None else max(0, int(self._granted_s / self._slice_s))
+        """The number of slices that are expected to fit into the granted time; 1 before any slice was timed. If the
+        time decides, slices are computed until the granted time has passed. The next ones then get less."""
+        if self._slice_s is None:
+            return 1
+        if self._timed:
+            return _ANY if self._granted_s > 0 else 0
+        return max(0, int(self._granted_s / self._slice_s))
 
     @property
     def due_alone(self) -> int:
         """The number of slices until the next check whether the prompt is still wanted, while no other sequence runs.
         At most twice the last number, as these slices may take much longer than the last ones."""
-        return 1 if self._slice_s is None else max(1, min(int(_CHECKS_S / self._slice_s), 2 * self._last))
+        if self._slice_s is None:
+            return 1
+        return _ANY if self._timed else max(1, min(int(_CHECKS_S / self._slice_s), 2 * self._last))
 
     @property
     def is_waiting(self) -> bool:
@@ -116,19 +133,16 @@ class Reading:
         if keeps:
             self.sequence.active.full.break_off()
 
-    def go_on(self, count: int, *, waits: bool = False, timed: bool = False) -> bool:
+    def go_on(self, count: int, *, waits: bool = False) -> bool:
         """Computes `count` further slices, or fewer if slices of another kind follow, or if a thread must do something
         before the next one. Returns whether the prompt is read.
 
-        Args:
-            waits: whether no other sequence runs. Then it waits a moment for this thread.
-            timed: whether to end with the slice in which the granted time ends; if no other sequence runs, the time
-                until the next check.
+        Args: `waits` is whether no other sequence runs. Then it waits a moment for this thread.
         """
         began, done, whole, pause = self._system.clock(), 0, False, False
         ends = began + (_CHECKS_S if waits else self._granted_s)
         try:
-            while done != count and not pause and not (timed and done and self._system.clock() >= ends):
+            while done != count and not pause and not (self._timed and done and self._system.clock() >= ends):
                 pause = next(self._slices)
                 done += 1
                 if waits and isinstance(pause, Future):

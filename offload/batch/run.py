@@ -467,7 +467,9 @@ class Run(Iterator[Event]):
             slices_of(self._target, one, partial(self._read, one), self._system, short=self._in_slices)
             for one in behind
         ]
-        self._read_with_it = [Reading(*one, self._system) for one in zip(together + behind, slices, strict=True)]
+        timed = self._target.ranks.size == 1 and self._target.device.type == "cpu"
+        both = zip(together + behind, slices, strict=True)
+        self._read_with_it = [Reading(*one, self._system, timed=timed) for one in both]
         self._reading = self._read_with_it.pop(0) if self._read_with_it else None
 
     def _grant(self, seconds: float) -> None:
@@ -615,12 +617,10 @@ class Run(Iterator[Event]):
             return self._drop(reading, keeps=True)
         event = failure = None
         before_s = reading.seconds
-        # A number of slices is agreed on. Without other ranks, the time decides.
-        timed = self._target.ranks.size == 1 and self._target.device.type == "cpu"
         alike = False  # whether the failure is the same on all ranks
         try:
             with shortage_explained(self._target.device, self._system.device_memory):
-                event = self._first_round(reading) if reading.go_on(due, waits=not beside, timed=timed) else None
+                event = self._first_round(reading) if reading.go_on(due, waits=not beside) else None
         except ReadingError as error:
             failure, alike = error.failure, True
         except Exception as error:

@@ -139,7 +139,7 @@ def test_others_go_on_while_a_prompt_is_read_and_it_is_said_how_far_it_is(models
     batch.close()
 
 
-def reading_of(slices_s):
+def reading_of(slices_s, **how):
     """A prompt whose slices take so many seconds, and the time that they take it in."""
     time = SimpleNamespace(now=0.0)
 
@@ -151,7 +151,7 @@ def reading_of(slices_s):
 
     blocks = SimpleNamespace(drain=lambda: None, device=torch.device("cpu"))
     sequence = SimpleNamespace(active=SimpleNamespace(full=SimpleNamespace(blocks=blocks)))
-    return Reading(cast(Any, sequence), slices(), System(clock=lambda: time.now)), time
+    return Reading(cast(Any, sequence), slices(), System(clock=lambda: time.now), **how), time
 
 
 @pytest.mark.parametrize(
@@ -186,11 +186,11 @@ def test_reading_takes_no_more_time_than_the_rounds_between(slices_s):
 def test_one_long_slice_after_many_short_ones_is_the_last_of_its_turn():
     """Otherwise as many would be computed as if all were short."""
     slices_s, turns, whole = [0.001] * 50 + [0.5] * 50, [], False
-    reading, time = reading_of(slices_s)
+    reading, time = reading_of(slices_s, timed=True)
     while not whole:
         reading.grant(0.05)
         before = time.now
-        whole = reading.go_on(reading.due, timed=True)
+        whole = reading.go_on(reading.due)
         turns.append(time.now - before)
         assert len(turns) < 1000
     assert max(turns) <= 0.5 + 0.05
