@@ -70,7 +70,7 @@ class Tiling:
     Then two prompts may begin to differ at any of these rows. 0: these rows are one part."""
     slice_work: int = 2**33
     """Multiplications of attention in a short slice, see `Decoder.slices`, but at least those of `STEP_ROWS` rows. They
-    take about 0.03 s on two cores of an AMD EPYC (Zen 4)."""
+    take about 0.05 s on two cores of an AMD EPYC (Zen 4)."""
 
     def tiles(self, start: int, n: int, stop: int | None = None) -> list[int]:
         """The number of tokens of each part of a pass over `n` tokens from position `start` on. A step is one part.
@@ -442,8 +442,7 @@ class Decoder:
         # A step is one part. It does not need `self.tiling`, which asks every matrix.
         parts = [n] if n <= STEP_ROWS else self.tiling.tiles(start, n, stop)
         work = _Progress(self.config, start, hidden.shape[0], on_progress)
-        divides = short and n > STEP_ROWS and self.device.type == "cpu" and self.ranks.size == 1
-        divides = divides and self.rows_are_independent
+        divides = short and n > STEP_ROWS and self.is_on_one_cpu and self.rows_are_independent
         yield
         for layer in self._layers:
             keys = start
@@ -477,6 +476,11 @@ class Decoder:
         return self.matrices.embedding_bytes(self.dtype) > 0 and not isinstance(self._embedding, HostEmbedding)
 
     @property
+    def is_on_one_cpu(self) -> bool:
+        """Whether a CPU computes the model, and no other ranks compute a part of it."""
+        return self.device.type == "cpu" and self.ranks.size == 1
+
+    @property
     def tiling(self) -> Tiling:
         """How the rows of a long pass are computed together.
 
@@ -484,8 +488,7 @@ class Decoder:
         is not done with linear attention, whose states depend on where a pass ends. It is not done on several ranks
         either: they might have different kernels, but must share the same tokens.
         """
-        alone = self.device.type == "cpu" and self.ranks.size == 1
-        ends = alone and not self.part.linear and self.rows_are_independent
+        ends = self.is_on_one_cpu and not self.part.linear and self.rows_are_independent
         return replace(self._tiling, end_rows=min(END_ROWS, self._tiling.tail_rows)) if ends else self._tiling
 
     @property

@@ -36,7 +36,6 @@ _CHECKS_S = 0.1
 """Seconds between two checks whether a prompt is still wanted, and whether shorter ones wait, while no other sequence
 runs."""
 
-
 _ANY = 2**31
 """A number of slices that no prompt has."""
 

@@ -467,9 +467,8 @@ class Run(Iterator[Event]):
             slices_of(self._target, one, partial(self._read, one), self._system, short=self._in_slices)
             for one in behind
         ]
-        timed = self._target.ranks.size == 1 and self._target.device.type == "cpu"
         both = zip(together + behind, slices, strict=True)
-        self._read_with_it = [Reading(*one, self._system, timed=timed) for one in both]
+        self._read_with_it = [Reading(*one, self._system, timed=self._target.is_on_one_cpu) for one in both]
         self._reading = self._read_with_it.pop(0) if self._read_with_it else None
 
     def _grant(self, seconds: float) -> None:
