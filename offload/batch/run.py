@@ -596,9 +596,9 @@ class Run(Iterator[Event]):
         self._stay_behind.discard(sequence)
 
     def _read_on(self, reading: Reading) -> Round | None:
-        """Reads some slices of a prompt. Returns the sequence's first round if the prompt is read to its end, else
-        `None`. If the sequence was asked to end, memory was too short, or the prompt could not be saved, only this
-        sequence ends."""
+        """Reads some slices of a prompt, or none if other sequences have joined. Returns the sequence's first round if
+        the prompt is read to its end, else `None`. If the sequence was asked to end, memory was too short, or the prompt
+        could not be saved, only this sequence ends."""
         beside = bool(self._in_slices and self._running())
         due = reading.due if beside else reading.due_alone
         waiting = self._waiting()
@@ -614,6 +614,8 @@ class Run(Iterator[Event]):
             return None
         if ends:
             return self._drop(reading, keeps=True)
+        if joining:
+            return None  # who has joined may go first
         event = failure = None
         before_s = reading.seconds
         alike = False  # whether the failure is the same on all ranks

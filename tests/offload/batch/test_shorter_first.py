@@ -100,6 +100,27 @@ def test_it_is_answered_before_and_no_text_changes(models, resident, short, firs
     assert len(found.texts) == len(first) + 1
 
 
+def test_nothing_more_of_the_long_prompt_is_read_before_it(models, monkeypatch):
+    read, joins, go_on, first = [], [], Reading.go_on, [request("long")]
+
+    def noted(reading, *args, **more):
+        read.append(reading.sequence.tag)
+        return go_on(reading, *args, **more)
+
+    def more(waits):
+        if first:
+            return first.pop()
+        if len(read) < 3 or joins:
+            return None
+        joins.append(len(read))
+        return request("short")
+
+    monkeypatch.setattr(Reading, "go_on", noted)
+    for _ in models.engine("llama", system=ticking()).run(more):
+        pass
+    assert read[joins[0]] == "short" and read.count("long") > joins[0]
+
+
 @pytest.mark.parametrize("family", ["mistral-window", "gemma3", "qwen3-next", "qwen3-moe"])
 @STREAMED
 @pytest.mark.slow(keep=("resident-qwen3-next", "streamed-gemma3"))
