@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from unittest.mock import patch
 
 import numpy as np
@@ -35,6 +36,32 @@ DTYPES = {
     "float16": (torch.float16, 2**-11),
 }
 """Each with the relative error of rounding to it, which is what kernels do to 16-bit probabilities."""
+
+
+def _spare_the_interpreter() -> None:
+    """Triton's interpreter without two kinds of work that have no effect, half of all it does. For each call within a
+    kernel, it replaces the names of Triton's language, also where they are replaced already. And it computes whether
+    integers overflow, but says so only if its option `debug` is set."""
+    from triton.runtime import interpreter
+
+    builder, language, compute = interpreter.interpreter_builder, interpreter.tl, interpreter.InterpretedFunction.__call__
+    if not builder.options.debug:
+        builder.options = replace(builder.options, sanitize_overflow=False)
+
+    def call(function, *arguments, **named):
+        used = [value for value in function.fn.__globals__.values() if value is language or value is language.core]
+        if any(language.core.is_builtin(one.load) for one in used):
+            return compute(function, *arguments, **named)
+        try:
+            return function.rewrite()(*arguments, **named)
+        except Exception as error:
+            raise interpreter.InterpreterError(repr(error)) from error
+
+    interpreter.InterpretedFunction.__call__ = call
+
+
+if not torch.cuda.is_available():
+    _spare_the_interpreter()
 
 
 @contextmanager
