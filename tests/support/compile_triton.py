@@ -291,13 +291,14 @@ def few_of(variants: list[tuple[str, Variant]], capabilities: list[int]) -> set[
         groups.setdefault((name, f"{variant.kernel.__module__}.{variant.kernel.__name__}"), []).append(place)
     chosen = set()
     for group, places in groups.items():
-        chance, seen = random.Random(str(group)), set()
-        for place in chance.sample(places, len(places)):
-            variant = variants[place][1]
-            values = {*variant.constants.items(), *variant.types.items()}
-            if not values <= seen:
-                seen |= values
-                chosen.add((place, chance.choice(capabilities)))
+        chance = random.Random(str(group))
+        places = chance.sample(places, len(places))
+        values = {place: {*variants[place][1].constants.items(), *variants[place][1].types.items()} for place in places}
+        missing = set().union(*values.values())
+        while missing:
+            place = max(places, key=lambda place: len(values[place] & missing))
+            missing -= values[place]
+            chosen.add((place, chance.choice(capabilities)))
     return chosen
 
 

@@ -72,6 +72,7 @@ def test_logits_a_million_positions_on_equal_transformers(tmp_path, name):
 
 
 @pytest.mark.parametrize("name", MODELS)
+@pytest.mark.slow(keep=("gradient", "yarn", "yarn-untruncated", "llama3", "linear", "dynamic"))
 @torch.inference_mode()
 def test_the_table_is_that_of_transformers_bit_for_bit(tmp_path, name):
     save(tmp_path, name)

@@ -67,17 +67,18 @@ def test_weights_are_put_into_few_pieces_and_keep_their_numbers():
 def test_weights_come_where_those_were_that_they_were_put_together_from():
     pieces, held, parts, taken = _Pieces(), [], [], set()
 
-    def weight(size):
-        found = pieces.take(size).fill_(7)
+    def weight(size, number):
+        found = pieces.take(size).fill_(number)
         first = found.data_ptr() // mmap.PAGESIZE
         taken.update(range(first, first - (-size // mmap.PAGESIZE)))
         return found
 
     for layer in range(64):
-        parts = [weight(2**19), weight(2**20 + layer), weight(2**19)]  # of sizes that are not quite alike
-        held.append(weight(2**21 + 5))
-        parts[0].fill_(layer)
-        assert all((part == 7).all() for part in [*parts[1:], *held])
+        sizes = (2**19, 2**20 + layer, 2**19)  # that are not quite alike
+        parts = [weight(size, number) for number, size in enumerate(sizes, 100)]
+        held.append(weight(2**21 + 5, layer))
+        assert all((part == number).all() for number, part in enumerate(parts, 100))
+    assert all((one == layer).all() for layer, one in enumerate(held))
     size = sum(len(one) for one in held)
     assert size < len(taken) * mmap.PAGESIZE < 1.2 * size
     kept = [weakref.ref(room.piece()) for room in pieces._rooms if room.piece()]
