@@ -7,6 +7,7 @@ import json
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -152,17 +153,32 @@ VOCABULARIES = {
 """Without `is_trained`, ids of control tokens lie behind the model's, as with Llama 3 and Qwen."""
 
 
+@cache
+def _encoders(vocabulary: Vocabulary, saved: Path) -> tuple[Tokenizer, Tokenizer]:
+    """Tokenizers to which control tokens are plain text: for what begins a prompt, and for what stands behind a control
+    token."""
+    begin, behind = (Tokenizer.from_file(str(saved / "tokenizer.json")) for _ in range(2))
+    begin.encode_special_tokens = behind.encode_special_tokens = True
+    vocabulary.stretches(behind)
+    return begin, behind
+
+
+@cache
+def _compiled(template: str) -> jinja2.Template:
+    return jinja2.Environment(trim_blocks=True, lstrip_blocks=True).from_string(template)
+
+
 def expected_ids(vocabulary: Vocabulary, saved: Path, messages: Sequence[tuple[str, str]]) -> list[int]:
-    """The ids of messages: the template's own control tokens, and plain text between them."""
-    tokenizer = Tokenizer.from_file(str(saved / "tokenizer.json"))
+    """The ids of messages: the template's own control tokens, and plain text between them. The files in `saved` are
+    read once."""
     words = {f"zq{number}qz": content for number, (_, content) in enumerate(messages)}
     given = [{"role": role, "content": word} for (role, _), word in zip(messages, words, strict=True)]
     named = {"bos_token": vocabulary.control[0], "eos_token": vocabulary.control[1]}
-    template = jinja2.Environment(trim_blocks=True, lstrip_blocks=True).from_string(vocabulary.template)
-    rendered = template.render(messages=given, add_generation_prompt=True, **named)
+    rendered = _compiled(vocabulary.template).render(messages=given, add_generation_prompt=True, **named)
     pieces = re.split(f"({'|'.join(map(re.escape, vocabulary.control))})", rendered)
     contents = {w: text.strip() if "trim" in vocabulary.template else text for w, text in words.items()}
-    return [token for piece in _texts(pieces, contents, vocabulary) for token in _ids(*piece, tokenizer, vocabulary)]
+    encoders = _encoders(vocabulary, saved)
+    return [token for piece in _texts(pieces, contents, vocabulary) for token in _ids(*piece, *encoders)]
 
 
 def _texts(pieces: list[str], contents: dict[str, str], vocabulary: Vocabulary) -> list[tuple[str, bool, bool]]:
@@ -177,13 +193,9 @@ def _texts(pieces: list[str], contents: dict[str, str], vocabulary: Vocabulary) 
     return found
 
 
-def _ids(text: str, is_control: bool, begins: bool, tokenizer: Tokenizer, vocabulary: Vocabulary) -> list[int]:
+def _ids(text: str, is_control: bool, begins: bool, begin: Tokenizer, behind: Tokenizer) -> list[int]:
     if is_control:
-        token = tokenizer.token_to_id(text)
+        token = begin.token_to_id(text)
         assert token is not None
         return [token]
-    plain = Tokenizer.from_str(tokenizer.to_str())
-    plain.encode_special_tokens = True
-    if not begins:
-        vocabulary.stretches(plain)
-    return plain.encode(text, add_special_tokens=False).ids
+    return (begin if begins else behind).encode(text, add_special_tokens=False).ids

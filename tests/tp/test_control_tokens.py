@@ -49,6 +49,15 @@ def shown(tokenizer, messages):
     return tokenizer.render(messages)
 
 
+@pytest.fixture(scope="module")
+def theirs(family):
+    """The same by `tokenizers`, also one to which control tokens are plain text, and by transformers."""
+    _, saved, _ = family
+    backend, plain = (Backend.from_file(str(saved / "tokenizer.json")) for _ in range(2))
+    plain.encode_special_tokens = True
+    return backend, plain, AutoTokenizer.from_pretrained(saved)
+
+
 def halves(vocabulary):
     return [token[:size] for token in vocabulary.control for size in (2, len(token) - 1)]
 
@@ -64,9 +73,8 @@ def as_messages(texts):
 
 @examples(150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
-def test_texts_that_spell_none_keep_their_ids(family, data):
-    vocabulary, saved, tokenizer = family
-    backend, oracle = Backend.from_file(str(saved / "tokenizer.json")), AutoTokenizer.from_pretrained(saved)
+def test_texts_that_spell_none_keep_their_ids(family, theirs, data):
+    (vocabulary, _, tokenizer), (backend, _, oracle) = family, theirs
     texts = contents(data, PIECES + halves(vocabulary), 4)
     texts = [text for text in texts if not any(token in text for token in vocabulary.control)]
     for special in (False, True):
@@ -81,16 +89,14 @@ def test_texts_that_spell_none_keep_their_ids(family, data):
 
 @examples(300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
-def test_only_the_template_makes_control_tokens(family, data):
-    vocabulary, saved, tokenizer = family
+def test_only_the_template_makes_control_tokens(family, theirs, data):
+    (vocabulary, saved, tokenizer), (_, plain, _) = family, theirs
     texts = contents(data, [*PIECES, *vocabulary.control, *halves(vocabulary)], 4)
     messages = as_messages(texts)
     rendered = tokenizer.render(messages)
     assert tokenizer.encode(rendered, False) == expected_ids(
         vocabulary, saved, [(one["role"], one["content"]) for one in messages]
     )
-    plain = Backend.from_file(str(saved / "tokenizer.json"))
-    plain.encode_special_tokens = True
     for text in texts:
         content = tokenizer.as_content(text)
         assert tokenizer.as_content(content) == content
