@@ -27,5 +27,7 @@ def random_blocks(form: str, outputs: int, inputs: int, seed: int = 0, odd: bool
 
 def numbers_of(blocks: torch.Tensor, form: str) -> torch.Tensor:
     """Those that gguf-py finds, float32 `[outputs, inputs]`."""
-    with np.errstate(all="ignore"):
-        return torch.from_numpy(gguf.quants.dequantize(blocks.numpy(), gguf.GGMLQuantizationType[form]))
+    _, num_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[form]]
+    with np.errstate(all="ignore"):  # all blocks at once: `gguf.quants.dequantize` takes those of 16 rows at a time
+        numbers = getattr(gguf.quants, form).dequantize_blocks(blocks.numpy().reshape(-1, num_bytes))
+    return torch.from_numpy(numbers.reshape(len(blocks), -1))

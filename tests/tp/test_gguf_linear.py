@@ -8,7 +8,7 @@ import pytest
 import torch
 from mtp import Head, hidden_states
 from spmd import run_jobs
-from tiny import greedy_oracle, save_llama
+from tiny import greedy_choices, greedy_oracle, save_llama
 
 gguf = pytest.importorskip("gguf", reason="the package gguf writes the files")
 
@@ -60,11 +60,13 @@ def test_greedy_text_is_that_of_transformers_with_the_numbers(tmp_path, family, 
     """In memory, and streamed with a draft."""
     model = save_gguf(tmp_path / "target", family, form if form is mixed else lambda name: form, seed=1, **changes)
     save_llama(tmp_path / "draft", seed=9, num_hidden_layers=1, hidden_size=32, vocab_size=300)
-    want = greedy_oracle(model, PROMPT, 20)
+    found = []
     for tiers, resident in ((1, None), (2, 0.0)):
         kind = {"device": "cpu", "dtype": "float32", "tiers": tiers, "resident": resident, "budget": 64}
         engine = Engine.load(find_model(tmp_path / "target.gguf"), tmp_path / "draft", **kind)
-        assert engine.generate(PROMPT, Sampling(0.0), 20).token_ids == want
+        found.append(engine.generate(PROMPT, Sampling(0.0), 16).token_ids)
+    want = greedy_choices(model, PROMPT, found[0])
+    assert len(want) == 16 and found == [want] * 2
 
 
 @pytest.mark.parametrize(("family", "changes"), [*((family, {}) for family in HYBRIDS), ("qwen3-next", WHOLE)], ids=str)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from spmd import run_jobs
-from tiny import LLAMA3, greedy_oracle, save_llama
+from tiny import LLAMA3, greedy_choices, greedy_oracle, save_llama
 
 gguf = pytest.importorskip("gguf", reason="the package gguf writes the files")
 
@@ -62,13 +62,14 @@ def test_greedy_text_is_that_of_transformers_with_the_numbers(tmp_path, family, 
     wide: dict[str, Any] = {"moe_intermediate_size": 256} if family == "qwen3-moe" else {}
     model = save_gguf(tmp_path / "target", family, form_of, seed=1, **wide)
     save_llama(tmp_path / "draft", seed=9, num_hidden_layers=1, hidden_size=32, vocab_size=300)
-    want = greedy_oracle(model, PROMPT, 30)
-    target = find_model(tmp_path / "target.gguf")
+    target, found = find_model(tmp_path / "target.gguf"), []
     for tiers, resident in ((1, None), (2, 0.0), (3, None)):
         engine = Engine.load(
             target, tmp_path / "draft", device="cpu", dtype="float32", tiers=tiers, resident=resident, budget=64
         )
-        assert engine.generate(PROMPT, Sampling(0.0), 30).token_ids == want
+        found.append(engine.generate(PROMPT, Sampling(0.0), 16).token_ids)
+    want = greedy_choices(model, PROMPT, found[0])
+    assert len(want) == 16 and found == [want] * 3
 
 
 @pytest.mark.parametrize("family", ["qwen3-moe", "mixtral", "gemma3", *HYBRIDS])

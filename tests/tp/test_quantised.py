@@ -12,7 +12,7 @@ from quantised import FORMATS, fp8, save_quantised
 from quantised_matrices import Tensors, matrix_of, quantisation
 from safetensors.torch import load_file, save_file
 from spmd import run_jobs
-from tiny import greedy_oracle, random_tokens, save_llama
+from tiny import greedy_choices, greedy_oracle, random_tokens, save_llama
 from triforce.kernels import Level, cpu_level, use_kernels
 from triforce.kernels.layers import linear
 from triforce.kernels.quantised import FLOAT32_NUMBERS, STEP_NUMBERS, GroupedMatrix, quantised_linear
@@ -132,13 +132,15 @@ def test_greedy_text_is_that_of_transformers_with_the_numbers(tmp_path, name, fa
     """Of one to three tiers, in memory and streamed."""
     model = save_quantised(tmp_path / "target", FORMATS[name], family, seed=1)
     save_llama(tmp_path / "draft", seed=9, num_hidden_layers=1, hidden_size=32)
-    want = greedy_oracle(model, PROMPT, 30)
+    found = []
     for tiers, resident in ((1, None), (2, 0.0), (3, None)):
         engine = Engine.load(
             tmp_path / "target", tmp_path / "draft", device="cpu", dtype="float32", tiers=tiers, resident=resident,
             budget=64,
         )  # fmt: skip
-        assert engine.generate(PROMPT, Sampling(0.0), 30).token_ids == want
+        found.append(engine.generate(PROMPT, Sampling(0.0), 16).token_ids)
+    want = greedy_choices(model, PROMPT, found[0])
+    assert len(want) == 16 and found == [want] * 3
 
 
 @pytest.mark.parametrize("name", ["gptq", "gptq-act-order", "awq", "packed-zeros", "fp8"])
