@@ -9,7 +9,7 @@ from quantised import FORMATS, save_quantised
 from quantised_matrices import blocks_of, matrix_of
 from safetensors.torch import load_file, save_file
 from spmd import run_jobs
-from tiny import greedy_oracle, random_tokens, save_family
+from tiny import greedy_choices, greedy_oracle, random_tokens, save_family
 from transformers import MixtralConfig, Qwen3MoeConfig
 from triforce.kernels import Level, cpu_level
 from triforce.kernels.layers import by_sigmoid, choose_experts, products_are_independent
@@ -253,16 +253,28 @@ def test_an_expert_that_is_stored_as_usual_beside_others_in_few_bits_is_refused(
         Decoder.load(tmp_path, dtype=torch.float32, device=CPU)
 
 
-@pytest.mark.parametrize(("family", "form"), [("qwen3-moe", None), ("mixtral", "gptq"), ("qwen3-moe", "fp8")])
-def test_two_ranks_write_what_transformers_does(tmp_path, family, form):
-    if form is None:
-        model = save_family(tmp_path, family, seed=1)
-    else:
-        model = save_quantised(tmp_path, FORMATS[form], family, seed=1)
-    job = {"model": str(tmp_path), "draft": None, "device": "cpu", "dtype": "float32", "prompt": PROMPT}
-    job |= {"new_tokens": 20, "temperature": 0.0, "seed": 1, "settings": {"tiers": 2, "budget": 64}}
-    (reports,) = run_jobs([job], 2)
-    assert all(report["token_ids"] == greedy_oracle(model, PROMPT, 20) for report in reports)
+ON_TWO_RANKS = [("qwen3-moe", None), ("mixtral", "gptq"), ("qwen3-moe", "fp8")]
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory):
+    """Models of these families and formats, each with the texts that two ranks write with it; started once for all."""
+    root, models = tmp_path_factory.mktemp("two-ranks"), []
+    job = {"draft": None, "device": "cpu", "dtype": "float32", "prompt": PROMPT, "new_tokens": 16, "temperature": 0.0}
+    job |= {"seed": 1, "settings": {"tiers": 2, "budget": 64}}
+    for family, form in ON_TWO_RANKS:
+        at = root / f"{family}-{form}"
+        model = save_quantised(at, FORMATS[form], family, seed=1) if form else save_family(at, family, seed=1)
+        models.append((model, job | {"model": str(at)}))
+    written = run_jobs([job for _, job in models], 2)
+    return [(model, [report["token_ids"] for report in reports]) for (model, _), reports in zip(models, written, strict=True)]
+
+
+@pytest.mark.parametrize(("family", "form"), ON_TWO_RANKS)
+def test_two_ranks_write_what_transformers_does(two_ranks, family, form):
+    model, texts = two_ranks[ON_TWO_RANKS.index((family, form))]
+    want = greedy_choices(model, PROMPT, texts[0])
+    assert len(want) == 16 and texts == [want] * 2
 
 
 def test_a_router_is_read_in_float32(tmp_path):
