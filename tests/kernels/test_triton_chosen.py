@@ -38,7 +38,7 @@ def test_each_product_is_with_what_was_chosen(device, kind, outputs, inputs, eac
     dtype, _ = DTYPES[dtype]
     matrix, numbers = stack_of(kind, outputs, inputs)
     g = torch.Generator().manual_seed(1)
-    x = torch.randn(4, inputs, generator=g).to(device, dtype)
+    x = torch.randn(3, inputs, generator=g).to(device, dtype)
     ids = torch.cat([torch.randperm(COUNT, generator=g)[:each] for _ in range(len(x))]).to(device)
     choice, matrix = Choice(ids, each, outputs), moved(matrix, device)
     with use_kernels(as_gpu={"triton"}):
