@@ -40,7 +40,7 @@ def excess(got, q, k, v, scale, diagonal, window, level):
     rounded to that, by up to 2^-8 of it, and the result is divided by the sum of what was rounded."""
     out, lse = oracle(q, k, v, scale, diagonal, window)
     rounding = 1.01 * 2**-8 if level >= Level.AVX512_BF16 and q.dtype == torch.bfloat16 else 0.0
-    allowed = rounding * (oracle(q, k, v.abs(), scale, diagonal, window)[0] + out.abs())
+    allowed = rounding * (oracle(q, k, v.abs(), scale, diagonal, window)[0] + out.abs()) if rounding else 0.0
     beyond = ((got[0] - out).abs() - allowed).max().item()
     return max(beyond, error_of((out.float(), got[1]), (out, lse)))
 
