@@ -44,7 +44,8 @@ def _spare_the_interpreter() -> None:
     integers overflow, but says so only if its option `debug` is set."""
     from triton.runtime import interpreter
 
-    builder, language, compute = interpreter.interpreter_builder, interpreter.tl, interpreter.InterpretedFunction.__call__
+    builder, language = interpreter.interpreter_builder, interpreter.tl
+    compute = interpreter.InterpretedFunction.__call__
     if not builder.options.debug:
         builder.options = replace(builder.options, sanitize_overflow=False)
 

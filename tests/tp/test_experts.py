@@ -266,8 +266,8 @@ def two_ranks(tmp_path_factory):
         at = root / f"{family}-{form}"
         model = save_quantised(at, FORMATS[form], family, seed=1) if form else save_family(at, family, seed=1)
         models.append((model, job | {"model": str(at)}))
-    written = run_jobs([job for _, job in models], 2)
-    return [(model, [report["token_ids"] for report in reports]) for (model, _), reports in zip(models, written, strict=True)]
+    written = zip(models, run_jobs([job for _, job in models], 2), strict=True)
+    return [(model, [report["token_ids"] for report in reports]) for (model, _), reports in written]
 
 
 @pytest.mark.parametrize(("family", "form"), ON_TWO_RANKS)
