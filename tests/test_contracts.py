@@ -146,6 +146,16 @@ def support() -> dict[str, Path]:
 
 
 @functools.cache
+def supporting(path: Path) -> list[Path]:
+    """The modules of `tests/support` that a file imports itself."""
+    names: list[str | None] = []
+    for node in ast.walk(tree_of(path)):
+        names += [node.module] if isinstance(node, ast.ImportFrom) else []
+        names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+    return [support()[name] for name in names if name in support()]
+
+
+@functools.cache
 def parts(path: Path) -> frozenset[Path]:
     """A file, the modules of `tests/support` that it imports, itself or through others, and the `conftest.py` of its
     folder and those above."""
@@ -156,10 +166,7 @@ def parts(path: Path) -> frozenset[Path]:
         if one in found:
             continue
         found.add(one)
-        for node in ast.walk(tree_of(one)):
-            names = [node.module] if isinstance(node, ast.ImportFrom) else []
-            names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-            waiting += [support()[name] for name in names if name in support()]
+        waiting += supporting(one)
         if one.name != "conftest.py" and TESTS / "support" not in one.parents:
             folders = [folder for folder in one.parents if folder == TESTS or TESTS in folder.parents]
             waiting += [folder / "conftest.py" for folder in folders if (folder / "conftest.py").exists()]
@@ -234,10 +241,8 @@ def test_every_test_file_is_listed_once_as_contract_or_internal():
 
 
 def test_contract_tests_use_public_names_only():
-    found: dict[str, set[str]] = defaultdict(set)
-    for name, kind in page().files.items():
-        for path in parts(TESTS / name) if kind == "contract" else ():
-            found[name_of(path)] |= set(internals(path))
+    used_by = [parts(TESTS / name) for name, kind in page().files.items() if kind == "contract"]
+    found = {name_of(path): set(internals(path)) for path in set().union(*used_by)}
     wrong = [f"{name}: {', '.join(sorted(used))}" for name, used in found.items() if used and name not in EXCEPTIONS]
     assert not wrong, "contract tests use what is not public:\n" + "\n".join(sorted(wrong))
     idle = sorted(name for name in EXCEPTIONS if not found.get(name))

@@ -57,7 +57,9 @@ def statements(tree: ast.AST, in_functions: bool) -> Iterator[ast.Import | ast.I
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.Import | ast.ImportFrom):
             yield node
-        elif in_functions or not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+        elif isinstance(node, ast.expr):
+            continue  # holds no statement
+        elif in_functions or not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             yield from statements(node, in_functions)
 
 
@@ -66,12 +68,18 @@ def parsed(path: Path) -> ast.AST:
     return ast.parse(path.read_text(encoding="utf-8"))
 
 
+@functools.cache
+def imports_of(path: Path, in_functions: bool) -> list[ast.Import | ast.ImportFrom]:
+    """Those of `statements`, once for each file."""
+    return [*statements(parsed(path), in_functions)]
+
+
 def imported(name: str, in_functions: bool) -> set[str]:
     """The modules of ours that the module `name` imports, by their own statements, relative and absolute."""
     path = MODULES[name]
     package = name if path.name == "__init__.py" else name.rpartition(".")[0]
     found = set()
-    for node in statements(parsed(path), in_functions):
+    for node in imports_of(path, in_functions):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
             continue
@@ -144,10 +152,10 @@ def test_what_a_package_holds_imports_one_way(package):
         pytest.fail("\n".join(because[pair] for pair in pairwise(reversed(error.args[1]))))
 
 
-def imported_by(tree: ast.AST, ours: set[str]) -> dict[str, str]:
+def imported_by(nodes: list[ast.AST], ours: set[str]) -> dict[str, str]:
     """The modules of ours, and what is imported from them, by the names that they have in a file of tests."""
     found: dict[str, str] = {}
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Import):
             found |= {one.asname or one.name: one.name for one in node.names if one.name in ours}
         elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in {"triforce", *ours}:
@@ -176,17 +184,19 @@ def is_ours(target: ast.expr, names: dict[str, str], ours: set[str], loops: dict
 def patched_modules(path: Path, ours: set[str]) -> list[str]:
     """The lines of a file that set a name of a module of ours, or of what such a module has imported: by `setattr` or
     `delattr`, of pytest too, by `patch` or `patch.object`, or plainly."""
-    tree = parsed(path)
-    names, loops = imported_by(tree, ours), {}
-    for node in ast.walk(tree):
+    nodes = [*ast.walk(parsed(path))]
+    names, loops = imported_by(nodes, ours), {}
+    for node in nodes:
         if isinstance(node, ast.For | ast.comprehension):
             loops |= {one.id: node.iter for one in ast.walk(node.target) if isinstance(one, ast.Name)}
     found = []
-    for node in ast.walk(tree):
+    for node in nodes:
         targets: list[ast.expr] = []
         if isinstance(node, ast.Call) and node.args:
-            called = ast.unparse(node.func)
-            if called.rpartition(".")[2] in ("setattr", "delattr", "patch") or called.endswith("patch.object"):
+            called = getattr(node.func, "attr", getattr(node.func, "id", ""))
+            if called in ("setattr", "delattr", "patch") or (
+                called == "object" and ast.unparse(node.func).endswith("patch.object")
+            ):
                 targets = [node.args[0]]
         elif isinstance(node, ast.Assign):
             targets = [one.value for one in node.targets if isinstance(one, ast.Attribute)]

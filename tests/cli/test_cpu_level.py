@@ -3,19 +3,19 @@
 import json
 
 import pytest
-from command import check_refusal, run_command
+from command import check_refusal, run_fork
 
 LEVELS = ("none", "avx2", "avx512", "avx512_bf16", "amx")
 
 
 def kernels_of(level: str) -> tuple[str | None, list[str]]:
     """What `triforce doctor` says of the kernels, and of what is missing of them."""
-    found = json.loads(run_command("doctor", "--json", "-", TRIFORCE_CPU_LEVEL=level).out)
+    found = json.loads(run_fork("doctor", "--json", "-", anew="triforce", TRIFORCE_CPU_LEVEL=level).out)
     return found["compiled_kernels"], [line for line in found["missing"] if line.startswith("compiled CPU kernels")]
 
 
 def test_without_instructions_a_run_computes_with_pytorch():
-    run = run_command("generate", "--prompt", "It was", "--max-new-tokens", 3, "--json", "-", TRIFORCE_CPU_LEVEL="none")
+    run = run_fork("generate", "--prompt", "It was", "--max-new-tokens", 3, "--json", "-", anew="triforce", TRIFORCE_CPU_LEVEL="none")
     assert run.code == 0, run
     document = json.loads(run.out)
     assert document["kernels"] is None and document["arithmetic"] == 0
@@ -39,5 +39,5 @@ def test_each_level_of_the_processor_can_be_asked_for_and_no_higher_one():
 
 
 def test_another_word_is_refused():
-    run = run_command("generate", "--prompt", "It was", TRIFORCE_CPU_LEVEL="sse9")
+    run = run_fork("generate", "--prompt", "It was", anew="triforce", TRIFORCE_CPU_LEVEL="sse9")
     check_refusal(run, 2, "TRIFORCE_CPU_LEVEL is 'sse9', which is no level; here it can be: none")

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import importlib
 import os
+import pkgutil
 import re
 import runpy
 import shutil
@@ -19,7 +22,8 @@ import pytest
 from forks import Fork
 from tiny import save_llama
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from triforce.cli.app import main, run
+from triforce import cli
+from triforce.cli.app import run
 
 VOCABULARY = 320
 CONTEXT = 1024
@@ -58,14 +62,24 @@ def run_here(capfd, *arguments: object) -> Outcome:
     return Outcome(code, out, err)
 
 
+@functools.cache
+def import_here(command: str) -> None:
+    """Imports what a command consists of, if it has a folder of its own: once, and not in each fork."""
+    place = Path(cli.__file__).parent / command
+    for module in pkgutil.iter_modules([str(place)]):
+        importlib.import_module(f"{cli.__name__}.{command}.{module.name}")
+
+
 def triforce(*arguments: object, anew: str | None = None) -> Callable[[], None]:
     """What a fork calls to be the command; the package `anew` it imports again."""
+    if anew is None:
+        import_here(str(arguments[0]))
 
     def call() -> None:
         for name in [name for name in sys.modules if anew and f"{name}.".startswith(f"{anew}.")]:
             del sys.modules[name]
         sys.argv = ["triforce", *map(str, arguments)]
-        main()
+        importlib.import_module("triforce.cli.app").main()
 
     return call
 

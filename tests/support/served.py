@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from command import triforce
+import torch
+from command import VOCABULARY, triforce
 from forks import Fork, meeting
 
 _PR_SET_KEEPCAPS, _MAY_READ = 8, 1 << 2
@@ -106,7 +107,7 @@ class Client:
         end = time.monotonic() + seconds
         while not holds():
             assert time.monotonic() < end, "it never came"
-            time.sleep(0.005)
+            time.sleep(0.02)  # a look at the metrics takes both sides 5 ms of a processor
 
     def at_once(self, *calls: Any) -> list[Any]:
         """What calls return that are made at the same time."""
@@ -193,6 +194,23 @@ class Process(Client):
             time.sleep(0.005)
         assert lines and (len(lines) >= 3 or not thread.is_alive()), "no stream came"
         return lines, thread
+
+
+def embedding_calls(act: Callable[[list[int]], object]) -> Callable[[], None]:
+    """Has PyTorch, in the process that calls what this returns, call `act` first with the tokens that a model's
+    embedding is asked for: it may fail there, or take its time, as `before` of a `Process`."""
+
+    def begin() -> None:
+        index_select = torch.Tensor.index_select
+
+        def select(rows: torch.Tensor, dim: int, index: torch.Tensor) -> torch.Tensor:
+            if rows.shape[0] == VOCABULARY:
+                act(index.tolist())
+            return index_select(rows, dim, index)
+
+        torch.Tensor.index_select = select  # pyright: ignore[reportAttributeAccessIssue]
+
+    return begin
 
 
 def as_account(account: int, call: Callable[[], object]) -> Callable[[], object]:

@@ -16,6 +16,7 @@ from command import (
     Running,
     fork_interpreters,
     run_command,
+    run_fork,
     run_here,
     save_pair,
     save_tokenizer,
@@ -162,7 +163,8 @@ def test_a_context_of_another_level_is_used_and_named(triforce, pair, tmp_path):
         pytest.skip("there is one level here")
 
     def without_kernels(command, *arguments):
-        run = run_command(command, "--model", pair[0], "--device", "cpu", *arguments, TRIFORCE_CPU_LEVEL="none")
+        fixed = ("--model", pair[0], "--device", "cpu")
+        run = run_fork(command, *fixed, *arguments, anew="triforce", TRIFORCE_CPU_LEVEL="none")
         assert run.code == 0, run
         return json.loads(run.out)
 

@@ -10,6 +10,7 @@ from contextlib import suppress
 import pytest
 import torch
 from command import VOCABULARY, save_tokenizer
+from served import embedding_calls
 from small_disk import NoDiskError, small_disk
 from tiny import greedy_oracle, save_llama
 
@@ -19,23 +20,6 @@ BAD = 300
 ILLEGAL_ACCESS = "CUDA error: an illegal memory access was encountered\nCUDA kernel errors might be reported later."
 SHORT = "[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"
 TEXT = "It was the best of times, it was the worst of times. " * 40
-
-
-def embedding_calls(act):
-    """Has PyTorch, in the process that calls what this returns, call `act` first with the tokens that a model's
-    embedding is asked for."""
-
-    def begin():
-        index_select = torch.Tensor.index_select
-
-        def select(rows, dim, index):
-            if rows.shape[0] == VOCABULARY:
-                act(index.tolist())
-            return index_select(rows, dim, index)
-
-        torch.Tensor.index_select = select  # pyright: ignore[reportAttributeAccessIssue]
-
-    return begin
 
 
 def fails_while(flag, error, *, once=False):

@@ -11,6 +11,7 @@ import time
 import psutil
 import pytest
 from command import TEXT
+from served import embedding_calls
 
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
 
@@ -168,13 +169,15 @@ def test_nothing_of_a_prompt_or_of_this_machine_is_in_logs_and_errors(server, pa
     assert all({"time", "client", "method", "route", "status", "ms"} <= line.keys() for line in lines)
 
 
-def test_what_a_prompt_was_made_of_is_not_kept_while_it_waits(serving, lasting, tmp_path):
+def test_what_a_prompt_was_made_of_is_not_kept_while_it_waits(process, lasting, tmp_path):
     model = tmp_path / "model"
     shutil.copytree(lasting[0], model)
     (model / "chat_template.jinja").write_text("{% if wide %}{{ messages[0].content }}{% endif %}")
     wide = {"wide": {str(number): {} for number in range(100_000)}}
     fields = {"messages": [{"role": "user", "content": "Why?"}], "max_tokens": 1, "chat_template_kwargs": wide}
-    with serving((model, model), max_sequences=1) as server, contextlib.ExitStack() as waiting:
+    slow = embedding_calls(lambda _: time.sleep(0.05))  # an answer that lasts, and takes no processor time for that
+    server = process("--max-sequences", 1, models=(model, model), before=slow)
+    with contextlib.ExitStack() as waiting:
 
         def wait(count):
             wanted = count + server.metric("queue_length")

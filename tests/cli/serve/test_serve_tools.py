@@ -54,10 +54,15 @@ def family(request, pair, tmp_path_factory):
         fork.kill()
 
 
-def choice_of(reply):
+def choices_of(reply, count):
+    """Those of a request for `count` answers, which are written at a time, each with a seed of its own."""
     assert reply.status == 200, reply.body
-    (choice,) = reply.json["choices"]
-    return choice
+    assert len(reply.json["choices"]) == count
+    return reply.json["choices"]
+
+
+def choice_of(reply):
+    return choices_of(reply, 1)[0]
 
 
 def calls_of(message):
@@ -108,27 +113,25 @@ def test_a_required_call_comes_and_is_of_its_schema(family):
 def test_a_named_tool_is_called_once(family):
     server = family[2]
     named = {"type": "function", "function": {"name": "now"}}
-    for seed in range(3):
-        choice = choice_of(server.ask("POST", CHAT, {**ASKED, "tool_choice": named, "seed": seed}))
+    for choice in choices_of(server.ask("POST", CHAT, {**ASKED, "tool_choice": named, "seed": 0, "n": 3}), 3):
         assert (choice["finish_reason"], calls_of(choice["message"])) == ("tool_calls", [("now", {})])
 
 
 def test_without_parallel_calls_there_is_one(family):
     server = family[2]
-    for seed in range(4):
-        asked = {**ASKED, "tool_choice": "required", "parallel_tool_calls": False, "seed": seed}
-        choice = choice_of(server.ask("POST", CHAT, asked))
+    asked = {**ASKED, "tool_choice": "required", "parallel_tool_calls": False, "seed": 0, "n": 4}
+    for choice in choices_of(server.ask("POST", CHAT, asked), 4):
         assert choice["finish_reason"] == "tool_calls" and len(calls_of(choice["message"])) == 1
 
 
 def test_with_none_nothing_is_called_though_the_prompt_is_the_same(family):
     style, _, server = family
-    for seed in range(3):
-        reply = server.ask("POST", CHAT, {**ASKED, "tool_choice": "none", "seed": seed})
-        message = choice_of(reply)["message"]
+    reply = server.ask("POST", CHAT, {**ASKED, "tool_choice": "none", "seed": 0, "n": 3})
+    for choice in choices_of(reply, 3):
+        message = choice["message"]
         assert "tool_calls" not in message and not any(mark in message["content"] for mark in MARKS[style])
-        other = server.ask("POST", CHAT, {**ASKED, "max_tokens": 1})
-        assert other.json["usage"]["prompt_tokens"] == reply.json["usage"]["prompt_tokens"]
+    other = server.ask("POST", CHAT, {**ASKED, "max_tokens": 1})
+    assert other.json["usage"]["prompt_tokens"] == reply.json["usage"]["prompt_tokens"]
 
 
 def test_a_form_of_answers_is_one_beside_calls(family):
@@ -142,8 +145,7 @@ def test_a_form_of_answers_is_one_beside_calls(family):
     }
     wanted = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
     kinds = set()
-    for seed in range(8):
-        choice = choice_of(server.ask("POST", CHAT, {**ASKED, "response_format": wanted, "seed": seed}))
+    for choice in choices_of(server.ask("POST", CHAT, {**ASKED, "response_format": wanted, "seed": 0, "n": 8}), 8):
         if choice["finish_reason"] == "length":
             continue
         message = choice["message"]
@@ -158,8 +160,8 @@ def test_strict_tools_are_called_by_their_schema_where_the_model_decides(family)
     """A random model hardly calls; what it writes ends, and is no broken call."""
     _style, _, server = family
     tools = [{"type": "function", "function": {**one["function"], "strict": True}} for one in TOOLS]
-    for seed in range(3):
-        choice = choice_of(server.ask("POST", CHAT, {**ASKED, "tools": tools, "seed": seed, "max_tokens": 60}))
+    asked = {**ASKED, "tools": tools, "seed": 0, "n": 3, "max_tokens": 60}
+    for choice in choices_of(server.ask("POST", CHAT, asked), 3):
         if "tool_calls" in choice["message"] and choice["finish_reason"] != "length":
             calls_of(choice["message"])
 
