@@ -303,6 +303,7 @@ def routes_of_a_server(pair: tuple[Path, Path], noted: Path) -> set[str]:
     from command import Fork, triforce
 
     target, draft = pair
+    command = triforce("serve", "--model", target, "--draft", draft, "--device", "cpu", "--port", 0)
 
     def serve() -> None:
         import uvicorn
@@ -321,7 +322,7 @@ def routes_of_a_server(pair: tuple[Path, Path], noted: Path) -> set[str]:
 
         setattr(APIRoute, "__init__", note)  # noqa: B010 (in the fork alone)
         setattr(uvicorn.Config, "__init__", end)  # noqa: B010
-        triforce("serve", "--model", target, "--draft", draft, "--device", "cpu", "--port", 0)()
+        command()
 
     with open(os.devnull, "r+b") as nothing, open(noted.with_suffix(".log"), "w+b") as log:
         fork = Fork(serve, (nothing.fileno(), log.fileno(), log.fileno()), os.environ)

@@ -8,7 +8,7 @@ import time
 from contextlib import suppress
 
 import pytest
-from command import TEXT, TRIFORCE, VOCABULARY, save_tokenizer
+from command import TEXT, TRIFORCE, VOCABULARY, Running, save_tokenizer
 from tiny import save_llama
 
 pytest.importorskip("pyte", reason="pyte is not installed: pip install '.[test]'")
@@ -59,17 +59,16 @@ def test_interrupted_prefill_has_statistics_and_json(tmp_path):
 @pytest.mark.slow(keep=1)
 def test_signal_keeps_text_statistics_and_json(pair, tmp_path, number, code):
     path = tmp_path / "run.json"
-    run = start("generate", "--model", pair[0], *ENDLESS, "--json", path)
-    assert run.stdout and run.stderr
-    first = run.stdout.read(1)
-    run.send_signal(number)
-    out, errors = run.communicate(timeout=60)
-    assert run.returncode == code, errors
+    with Running("generate", "--model", pair[0], *ENDLESS, "--json", path) as run:
+        run.wait_until(lambda: run.out)
+        run.signal(number)
+        done = run.finish(60)
+    assert done.code == code, done
     document = json.loads(path.read_text())
     assert document["finish_reason"] == "interrupted"
     assert 0 < document["new_tokens"] < 1000
-    assert (first + out).decode() == document["text"]
-    assert b"written" in errors and b"Traceback" not in errors
+    assert done.out == document["text"]
+    assert "written" in done.err and "Traceback" not in done.err
     assert [entry.name for entry in tmp_path.iterdir()] == ["run.json"], "the temporary file is gone"
 
 

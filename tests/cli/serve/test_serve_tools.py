@@ -126,8 +126,8 @@ def test_without_parallel_calls_there_is_one(family):
 
 def test_with_none_nothing_is_called_though_the_prompt_is_the_same(family):
     style, _, server = family
-    reply = server.ask("POST", CHAT, {**ASKED, "tool_choice": "none", "seed": 0, "n": 3})
-    for choice in choices_of(reply, 3):
+    reply = server.ask("POST", CHAT, {**ASKED, "tool_choice": "none", "seed": 2, "n": 4, "max_tokens": 60})
+    for choice in choices_of(reply, 4):
         message = choice["message"]
         assert "tool_calls" not in message and not any(mark in message["content"] for mark in MARKS[style])
     other = server.ask("POST", CHAT, {**ASKED, "max_tokens": 1})

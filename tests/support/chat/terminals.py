@@ -26,10 +26,11 @@ class Terminal:
         self.raw = ""
         self._ours, theirs = pty.openpty()
         self.resize(columns, rows)
+        command = triforce(*arguments)
 
         def call() -> None:
             fcntl.ioctl(0, termios.TIOCSCTTY, 0)  # Ctrl-C is then a signal to this process
-            triforce(*arguments)()
+            command()
 
         environment = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")}
         self._fork = Fork(call, (theirs, theirs, theirs), environment, new_session=True)
