@@ -15,7 +15,8 @@ def kernels_of(level: str) -> tuple[str | None, list[str]]:
 
 
 def test_without_instructions_a_run_computes_with_pytorch():
-    run = run_fork("generate", "--prompt", "It was", "--max-new-tokens", 3, "--json", "-", anew="triforce", TRIFORCE_CPU_LEVEL="none")
+    asked = ("generate", "--prompt", "It was", "--max-new-tokens", 3, "--json", "-")
+    run = run_fork(*asked, anew="triforce", TRIFORCE_CPU_LEVEL="none")
     assert run.code == 0, run
     document = json.loads(run.out)
     assert document["kernels"] is None and document["arithmetic"] == 0

@@ -12,9 +12,11 @@ from command import TRIFORCE
 pexpect = pytest.importorskip("pexpect", reason="pexpect is not installed: pip install '.[test]'")
 pyte = pytest.importorskip("pyte", reason="pyte is not installed: pip install '.[test]'")
 
+import terminals  # noqa: E402
+
 
 class Terminal:
-    """`triforce generate` on a pseudo-terminal, and what its screen shows."""
+    """`triforce generate`, in a process that begins and ends as a user's, on a pseudo-terminal, and its screen."""
 
     def __init__(self, pair, *arguments, columns=80, rows=24):
         target, draft = pair
@@ -79,8 +81,10 @@ class Terminal:
 LONG = ("--prompt", "It was the best of times", "--max-new-tokens", 990, "--ignore-eos", "--tiers", 3)
 
 
-def test_display_resize_and_interrupt_on_a_terminal(pair):
-    terminal = Terminal(pair, *LONG)
+def test_display_resize_and_interrupt_on_a_terminal(pair, monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("TERM", "xterm-256color")
+    terminal = terminals.Terminal("generate", "--model", pair[0], "--draft", pair[1], *LONG)
     terminal.read_until("tokens/round")
     terminal.read_until("a round .*[▓░▒]")
     shown = terminal.screen.display
@@ -90,7 +94,7 @@ def test_display_resize_and_interrupt_on_a_terminal(pair):
     terminal.resize(110, 30)
     terminal.read_until("╭─ triforce .{96,}╮")
     assert terminal.screen.cursor.hidden
-    terminal.interrupt()
+    terminal.type("\x03")
     assert terminal.finish() == 130
     raw = terminal.raw
     assert raw.rindex("\x1b[?1049l") > raw.rindex("\x1b[?1049h"), "the alternate screen is left"
