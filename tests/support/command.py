@@ -72,7 +72,7 @@ def import_here(command: str) -> None:
 
 def triforce(*arguments: object, anew: str | None = None) -> Callable[[], None]:
     """What a fork calls to be the command; the package `anew` it imports again."""
-    if anew is None:
+    if anew is None and arguments:
         import_here(str(arguments[0]))
 
     def call() -> None:
