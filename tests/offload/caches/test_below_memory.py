@@ -17,25 +17,25 @@ from triforce.offload.system import System
 from triforce.offload.transfer.staged.block_file import DiskError, DiskSpace
 from triforce.tp import CapacityError, UsageError
 
-PROMPT = random_tokens(2900, seed=3)
-NEW_TOKENS = 40
+PROMPT = random_tokens(1700, seed=3)
+NEW_TOKENS = 24
 GREEDY = Sampling(temperature=0.0)
 GIB = 2**30
-ROOM = 2.6e6 / GIB
-"""In which two blocks of each layer are resident."""
+ROOM = 1.45e6 / GIB
+"""In which one block of each layer is resident."""
 
 
-SMALL = System(limits=Limits(process=ProcessMemory(0, 0, 0), largest_block=256))
+SMALL = System(limits=Limits(process=ProcessMemory(0, 0, 0), largest_block=256, disk_buffers=8))
 """Where the tiny models' cache is what counts."""
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
-    """A target's directory, a draft's, and greedy tokens according to transformers."""
+    """A target's directory, a draft's, greedy tokens according to transformers, and transformers' model."""
     root = tmp_path_factory.mktemp("models")
     save_llama(root / "draft", seed=9, num_hidden_layers=1, hidden_size=32)
     model = save_llama(root / "target", seed=1, num_hidden_layers=8, max_position_embeddings=4096)
-    return root / "target", root / "draft", greedy_oracle(model, PROMPT, NEW_TOKENS)
+    return root / "target", root / "draft", greedy_oracle(model, PROMPT, NEW_TOKENS), model
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +64,7 @@ def least(models, **settings):
 
 @pytest.fixture(scope="module")
 def little(models):
-    """GiB of memory in which a fifth of the cache has room."""
+    """GiB of memory in which a seventh of the cache has room."""
     return least(models) + ROOM
 
 
@@ -97,7 +97,8 @@ def test_host_memory_disk_and_a_link_together_give_the_same_tokens(models, wide_
     want = unrested(load(models, **{**options, "link_gbps": None, "resident": None})).statistics.token_ids
     for pack in ("off", "on", "auto") if "dtype" in options else ("off",):
         given = options | {"pack": pack}
-        found = load(models, **given, host_memory=least(models, **given) + ROOM)
+        room = 2 * ROOM if "resident" in options else ROOM  # the last block is not full, and does not stream
+        found = load(models, **given, host_memory=least(models, **given) + room)
         got = unrested(found).stats()
         assert got["token_ids"] == want
         packed = {"off": False, "on": True, "auto": packs_fast(torch.device("cpu"))}[pack]
@@ -109,10 +110,10 @@ def test_host_memory_disk_and_a_link_together_give_the_same_tokens(models, wide_
 def test_follow_ups_longer_ones_too_find_their_book_on_the_disk(models, little):
     engine = load(models, host_memory=little)
     first = engine.generate(PROMPT, GREEDY, NEW_TOKENS)
-    for question in (random_tokens(20, seed=5), random_tokens(700, seed=6)):
-        prompt = PROMPT + first.token_ids[:30] + question
+    for question in (random_tokens(20, seed=5), random_tokens(350, seed=6)):
+        prompt = PROMPT + first.token_ids[:18] + question
         again = engine.generate(prompt, GREEDY, NEW_TOKENS // 2)
-        assert again.token_ids == load(models).generate(prompt, GREEDY, NEW_TOKENS // 2).token_ids
+        assert again.token_ids == greedy_oracle(models[3], prompt, NEW_TOKENS // 2)
         assert again.stats["settings"]["disk_bytes"]
         if len(question) == 20:
             assert again.stats["reused_tokens"] >= len(PROMPT)
@@ -124,8 +125,7 @@ def test_a_saved_context_goes_to_the_disk_and_comes_from_there(models, little, m
     engine.read(PROMPT, "book")
     again = load(models, host_memory=little, context="book")
     stats = again.generate([*PROMPT, 5, 6, 7], GREEDY, NEW_TOKENS).stats
-    want = load(models).generate([*PROMPT, 5, 6, 7], GREEDY, NEW_TOKENS)
-    assert stats["token_ids"] == want.token_ids
+    assert stats["token_ids"] == greedy_oracle(models[3], [*PROMPT, 5, 6, 7], NEW_TOKENS)
     assert stats["context"] == "book" and stats["reused_tokens"] > 500 and stats["settings"]["disk_bytes"]
     names = sorted(entry.name for entry in (tmp_path / "home" / "contexts").iterdir())
     assert "book" in names and all(name.startswith(".") or name == "book" for name in names)
@@ -134,12 +134,11 @@ def test_a_saved_context_goes_to_the_disk_and_comes_from_there(models, little, m
 def test_several_sequences_share_what_is_on_the_disk(models, little):
     questions = [random_tokens(n, seed=n) for n in (9, 60, 20)]
     engine = load(models, host_memory=little)
-    batch = engine.batch([Request(PROMPT + question, GREEDY, 20, ignore_eos=True) for question in questions])
+    batch = engine.batch([Request(PROMPT + question, GREEDY, 12, ignore_eos=True) for question in questions])
     list(batch)
     assert batch.stats()["disk"]["bytes_read"] > 0
     for sequence, question in zip(batch.sequences, questions, strict=True):
-        want = load(models).generate(PROMPT + question, GREEDY, 20, ignore_eos=True)
-        assert sequence.statistics.token_ids == want.token_ids
+        assert sequence.statistics.token_ids == greedy_oracle(models[3], PROMPT + question, 12)
 
 
 def test_too_little_memory_is_an_error_that_says_how_much_is_enough(models):
