@@ -140,7 +140,7 @@ class Case:
     def check(self, models: Models, texts: Iterator[tuple[list[int], list[int]]]) -> None:
         _, model = models[self.model]
         for prompt, text in texts:
-            assert text == greedy_oracle(model, prompt, len(text)), self
+            assert text == greedy_oracle(model, prompt, len(text), text), self
 
 
 by_families = pytest.mark.parametrize("families", [FAMILIES, HYBRIDS], ids=["others", "hybrids"])

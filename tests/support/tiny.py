@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from transformers import (
@@ -189,9 +190,34 @@ def random_tokens(n: int, vocab_size: int = 97, seed: int = 0) -> list[int]:
     return torch.randint(vocab_size, (n,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
+_TEXTS: WeakKeyDictionary[PreTrainedModel, dict[tuple, list[int]]] = WeakKeyDictionary()
+"""What models have written, by the prompt and the state of the weights: each is asked once."""
+
+
 @torch.inference_mode()
-def greedy_oracle(model: PreTrainedModel, prompt: list[int], n: int) -> list[int]:
-    """The next `n` tokens by transformers' own greedy generation."""
+def greedy_oracle(model: PreTrainedModel, prompt: list[int], n: int, guess: list[int] | None = None) -> list[int]:
+    """The next `n` tokens by transformers' own greedy generation.
+
+    Args: `guess` is what a test has found. One pass of transformers' model over all of it shows whether each token is
+    the one with the largest logit; only if not is the text generated token by token.
+    """
+    weights = tuple((parameter.data_ptr(), parameter._version) for parameter in model.parameters())
+    known, asked = _TEXTS.setdefault(model, {}), (tuple(prompt), weights)
+    if len(known.get(asked, [])) < n:
+        if guess and len(guess) == n and _is_greedy(model, prompt, guess):
+            known[asked] = list(guess)
+        else:
+            known[asked] = _generated(model, prompt, n)
+    return known.get(asked, [])[:n]
+
+
+def _is_greedy(model: PreTrainedModel, prompt: list[int], text: list[int]) -> bool:
+    ids = torch.tensor([[*prompt, *text[:-1]]])
+    ends = model.generation_config.eos_token_id if model.generation_config else None
+    return ends is None and model(ids, logits_to_keep=len(text)).logits[0].argmax(-1).tolist() == text
+
+
+def _generated(model: PreTrainedModel, prompt: list[int], n: int) -> list[int]:
     ids = torch.tensor([prompt])
     generate: Callable[..., torch.Tensor] = getattr(model, "generate")  # noqa: B009 (its stubs do not bind)
     out = generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=n, pad_token_id=0)

@@ -59,7 +59,7 @@ def test_what_joins_starts_from_what_is_saved_of_its_own_text(load, model, conte
     assert one.statistics.token_ids == greedy_oracle(model[1], prompt, 8)
     assert batch.sequences[0].is_unfinished
     text = batch.sequences[0].statistics.token_ids
-    assert text == greedy_oracle(model[1], ONE, len(text))
+    assert text == greedy_oracle(model[1], ONE, len(text), text)
     batch.close()
 
 
@@ -70,7 +70,7 @@ def test_what_is_in_memory_is_gone_on_from_where_little_more_is_saved(load, mode
     run = engine.stream(TWO + QUESTION, GREEDY, 8, ignore_eos=True, contexts=ContextRequest(name="two"))
     tokens = [token for event in run for token in event.tokens]
     assert run.statistics.reused_tokens == len(TWO) - 100 and run.stats()["context"] is None
-    assert tokens == greedy_oracle(model[1], TWO + QUESTION, 8)
+    assert tokens == greedy_oracle(model[1], TWO + QUESTION, 8, tokens)
 
 
 @pytest.mark.parametrize("new_tokens", [8, 1200])

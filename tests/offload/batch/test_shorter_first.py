@@ -63,7 +63,7 @@ class Played:
 
     def check(self, oracle, prompts=PROMPTS):
         for tag, tokens in self.texts.items():
-            assert tokens == greedy_oracle(oracle, prompts[tag], len(tokens)), tag
+            assert tokens == greedy_oracle(oracle, prompts[tag], len(tokens), tokens), tag
 
 
 def play(engine, first, later, on_event=lambda run, event: None, name=lambda sequence: sequence.tag, found=None):

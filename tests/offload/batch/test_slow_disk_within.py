@@ -111,7 +111,7 @@ def test_no_other_answer_waits_while_a_text_is_saved(model, tmp_path, at):
     check_saved(engine)
     assert batch.sequences[0].is_unfinished
     text = batch.sequences[0].statistics.token_ids
-    assert text == greedy_oracle(model[1], ONE, len(text))
+    assert text == greedy_oracle(model[1], ONE, len(text), text)
     batch.close()
     result = engine.generate(TWO + THREE, GREEDY, 8, ignore_eos=True, reuse=0, contexts=ContextRequest(name="two"))
     assert result.token_ids == greedy_oracle(model[1], TWO + THREE, 8) and result.stats["reused_tokens"] == len(TWO)

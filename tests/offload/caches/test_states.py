@@ -202,7 +202,7 @@ def test_a_next_turn_goes_on_from_the_last_token_or_from_a_kept_state(hybrid, re
 
     def answer(prompt):
         found = asked.generate(prompt, GREEDY, 12, ignore_eos=True).stats
-        assert found["token_ids"] == greedy_oracle(model, prompt, 12) and not found["warnings"]
+        assert found["token_ids"] == greedy_oracle(model, prompt, 12, found["token_ids"]) and not found["warnings"]
         return found["token_ids"], found["reused_tokens"]
 
     answer(BOOK[:2200])
@@ -226,7 +226,7 @@ def test_texts_together_are_those_alone(hybrid, tiers, resident):
     for _ in batch:
         pass
     for prompt, found in zip(prompts, batch.sequences, strict=True):
-        assert found.statistics.token_ids == greedy_oracle(model, prompt, 15)
+        assert found.statistics.token_ids == greedy_oracle(model, prompt, 15, found.statistics.token_ids)
     assert sum(found.statistics.reused_tokens == 1024 for found in batch.sequences) == 3
 
 

@@ -97,13 +97,13 @@ def test_a_next_turn_goes_on_as_far_as_windows_reach(gemma, resident):
     root, model = gemma
     asked = engine(root, resident=resident)
     first, _ = answer(root, asked, BOOK[:2000])
-    assert first == greedy_oracle(model, BOOK[:2000], 12)
+    assert first == greedy_oracle(model, BOOK[:2000], 12, first)
     turn = [*BOOK[:2000], *first, *BOOK[100:130]]
     text, reused = answer(root, asked, turn)
-    assert text == greedy_oracle(model, turn, 12) and reused >= 2000
+    assert text == greedy_oracle(model, turn, 12, text) and reused >= 2000
     other = [*BOOK[:900], *BOOK[30:80]]
     text, reused = answer(root, asked, other)
-    assert text == greedy_oracle(model, other, 12) and reused == 0, "of which the windows are gone"
+    assert text == greedy_oracle(model, other, 12, text) and reused == 0, "of which the windows are gone"
 
 
 @pytest.mark.parametrize("resident", [None, 0.0], ids=["resident", "streamed"])
@@ -114,13 +114,13 @@ def test_a_saved_text_is_restored_up_to_the_end_of_a_segment(gemma, tmp_path, re
     assert saved.complete
     whole = [*BOOK[:2300], *BOOK[40:70]]
     text, reused = answer(root, engine(root, store, resident=resident), whole, contexts=ContextRequest("book"))
-    assert text == greedy_oracle(model, whole, 12) and reused == 2300
+    assert text == greedy_oracle(model, whole, 12, text) and reused == 2300
     short = BOOK[:2300]
     text, reused = answer(root, engine(root, store, resident=resident), short, contexts=ContextRequest("book"))
-    assert text == greedy_oracle(model, short, 12) and 2280 < reused < 2300, "but for the last few"
+    assert text == greedy_oracle(model, short, 12, text) and 2280 < reused < 2300, "but for the last few"
     partly = [*BOOK[:1400], *BOOK[10:60]]
     text, reused = answer(root, engine(root, store, resident=resident), partly, contexts=ContextRequest(find=True))
-    assert text == greedy_oracle(model, partly, 12) and reused == 1024
+    assert text == greedy_oracle(model, partly, 12, text) and reused == 1024
 
 
 def test_what_was_read_before_is_read_again_to_be_saved(gemma, tmp_path):
@@ -134,7 +134,7 @@ def test_what_was_read_before_is_read_again_to_be_saved(gemma, tmp_path):
     assert reused == 0
     partly = [*BOOK[:1100], *BOOK[10:60]]
     text, reused = answer(root, engine(root, store), partly, contexts=ContextRequest(find=True))
-    assert text == greedy_oracle(model, partly, 12) and reused == 1024
+    assert text == greedy_oracle(model, partly, 12, text) and reused == 1024
 
 
 def test_a_plan_counts_windows_and_no_more(gemma):
@@ -158,7 +158,7 @@ def test_a_saved_text_of_another_slack_is_as_good(gemma, tmp_path):
     asked = Engine.load(root / "gemma3", root / "draft", **given)
     prompt = [*BOOK[:1500], *BOOK[40:70]]
     text, reused = answer(root, asked, prompt, contexts=ContextRequest("book"))
-    assert text == greedy_oracle(model, prompt, 12) and reused == 1500
+    assert text == greedy_oracle(model, prompt, 12, text) and reused == 1500
 
 
 def test_no_more_is_taken_over_than_was_restored(gemma, tmp_path):
@@ -169,13 +169,13 @@ def test_no_more_is_taken_over_than_was_restored(gemma, tmp_path):
     asked = engine(root, store, chunk_size=500, budget=1000)
     whole = [*BOOK[:2390], *BOOK[40:70]]
     text, reused = answer(root, asked, whole, contexts=ContextRequest("book"))
-    assert text == greedy_oracle(model, whole, 12) and reused == 2390
+    assert text == greedy_oracle(model, whole, 12, text) and reused == 2390
     for shared in (700, 1100, 1400, 1900):
         asked = engine(root, store, chunk_size=500, budget=1000)
         answer(root, asked, whole, contexts=ContextRequest("book"))
         prompt = [*BOOK[:shared], *BOOK[10:60]]
         text, reused = answer(root, asked, prompt)
-        assert text == greedy_oracle(model, prompt, 12) and reused in (0, shared)
+        assert text == greedy_oracle(model, prompt, 12, text) and reused in (0, shared)
 
 
 LONG = [*BOOK, *BOOK[7:1700]]
@@ -200,7 +200,7 @@ def test_segments_leave_out_what_no_window_sees(gemma, tmp_path, grown):
     """Texts that end anywhere in a segment, that grow by a few tokens, and that are restored but for a few."""
     root, model = gemma
     for prompt, text in restored_texts(root, ContextStore(tmp_path, segment_tokens=2048), *grown):
-        assert text == greedy_oracle(model, prompt, 12)
+        assert text == greedy_oracle(model, prompt, 12, text)
     kept = sum(path.stat().st_size for path in tmp_path.rglob("*.safetensors"))
     assert (
         kept < 0.9 * grown[1] * ModelConfig.load(root / "gemma3").kv_bytes_per_token(torch.float32) or grown[1] < 4000

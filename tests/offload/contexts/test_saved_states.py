@@ -87,7 +87,7 @@ def test_a_second_question_goes_on_from_memory(models, store):
     for first in (10, 40):
         prompt = [*TEXT[:300], *TEXT[first : first + 20]]
         text, reused, _ = answer(asked, prompt, BOOK)
-        assert text == greedy_oracle(model, prompt, 12) and reused == 300
+        assert text == greedy_oracle(model, prompt, 12, text) and reused == 300
         for path in files(store):
             path.unlink()  # nobody needs them any more
 
@@ -131,7 +131,7 @@ def test_damaged_states_are_found_and_read_again(models, store, damaged):
     until = min(SEGMENT * (damaged + 1), 400)
     prompt = [*TEXT[:until], *TEXT[40:70]]
     text, reused, warnings = answer(engine(models, store), prompt, BOOK)
-    assert text == greedy_oracle(models[1]["qwen3-next"], prompt, 12)
+    assert text == greedy_oracle(models[1]["qwen3-next"], prompt, 12, text)
     assert reused == SEGMENT * damaged and name.name in warnings[0] and "is damaged in positions" in warnings[0]
     engine(models, store).read(TEXT[:400], "book")
     assert [reason for _, reason in store.verify("book") if reason] == []
@@ -153,7 +153,7 @@ def test_states_that_are_not_those_of_the_segment_are_never_used(models, store, 
         raw[4096:8192] = b"\xff" * 4096
         last.write_bytes(bytes(raw))
     text, reused, warnings = answer(engine(models, store), END, BOOK)
-    assert text == greedy_oracle(models[1]["qwen3-next"], END, 12) and reused == 384 and len(warnings) == 1
+    assert text == greedy_oracle(models[1]["qwen3-next"], END, 12, text) and reused == 384 and len(warnings) == 1
 
 
 def test_a_text_of_one_segment_is_mended(models, store):

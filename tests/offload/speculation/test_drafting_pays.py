@@ -351,7 +351,7 @@ def test_sequences_that_join_while_nothing_is_drafted_have_their_own_tokens(mode
             batch.add(Request(PROMPT[:250], GREEDY, 90))
     for prompt, sequence in zip((PROMPT, PROMPT[:200], PROMPT[:250]), batch.sequences, strict=True):
         found = sequence.statistics.token_ids
-        assert found == greedy_oracle(target, prompt, len(found)) and len(found) >= 90
+        assert found == greedy_oracle(target, prompt, len(found), found) and len(found) >= 90
 
 
 def test_a_run_that_drafts_nothing_says_so(models):
