@@ -99,7 +99,8 @@ class Tape(TorchDispatchMode):
     @torch.inference_mode()
     def replay(self) -> None:
         for func, args, kwargs, made in self.operations:
-            again = tree_leaves(func(*args, **kwargs))
+            result = func(*args, **kwargs)
+            again = [result] if isinstance(result, Tensor) else tree_leaves(result)
             for i, x in made:
                 x.copy_(again[i])
 

@@ -129,7 +129,7 @@ def run_short_in_reading(root, settings):
         refuse(matrices, "gated_mlp", lambda rows, *_: rows.shape[0] == 303)
         refuse(RetrievalCache, "refresh", lambda cache: cache.source.length == 304)
     prompts = [PROMPTS[0], *(random_tokens(n, seed=n) for n in PLACES), PROMPTS[2]]
-    lengths = [150, *([NEW_TOKENS] * (len(prompts) - 1))]
+    lengths = [60, *([NEW_TOKENS] * (len(prompts) - 1))]
     requests = deque(
         Request(prompt, GREEDY, length, ignore_eos=True) for prompt, length in zip(prompts, lengths, strict=True)
     )

@@ -1,5 +1,7 @@
 """Passes over full caches, captured in the pieces between their attention, give what such passes give as they come."""
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given
@@ -179,17 +181,17 @@ def test_a_capture_that_fails_leaves_the_pass_and_a_warning(decoder):
 def test_a_streamed_run_has_the_text_of_passes_as_they_come(pairs, tiers):
     """One, and a batch with a shared beginning, greedy and drawn."""
     engine, recorder = recorded_engine(pairs["qwen3-bias"], resident=0.0, link_gbps=50.0, tiers=tiers)
-    requests = [Request([*PROMPT, i], Sampling(1.0, seed=i) if i else GREEDY, 30, ignore_eos=True) for i in range(3)]
+    requests = [Request([*PROMPT, i], Sampling(1.0, seed=i) if i else GREEDY, 24, ignore_eos=True) for i in range(3)]
 
-    def texts() -> list[list[int]]:
-        alone = engine.generate(PROMPT, GREEDY, 30, ignore_eos=True, reuse=0)
+    def alone(request: Request, **given: Any) -> list[int]:
+        return engine.generate(request.prompt_ids, request.sampling, 24, ignore_eos=True, reuse=0, **given).token_ids
+
+    with use_kernels(attention="plain", as_gpu=()):
+        captured = [alone(requests[0])]
         batch = engine.batch(requests)
         for _ in batch:
             pass
-        return [alone.token_ids, *(sequence.statistics.token_ids for sequence in batch.sequences)]
-
-    with use_kernels(attention="plain", as_gpu=()):
-        captured = texts()
+        captured += [sequence.statistics.token_ids for sequence in batch.sequences]
         assert recorder.replays > 30, recorder.counts
         engine._capture = None
-        assert texts() == captured
+        assert captured == [alone(request, tiers=1) for request in (requests[0], *requests)]
