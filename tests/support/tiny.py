@@ -191,7 +191,7 @@ def random_tokens(n: int, vocab_size: int = 97, seed: int = 0) -> list[int]:
 
 
 _TEXTS: WeakKeyDictionary[PreTrainedModel, dict[tuple, list[int]]] = WeakKeyDictionary()
-"""What models have written, by the prompt and the state of the weights: each is asked once."""
+"""What models have written, by the prompt and the sums of the weights, which a test may change: each is asked once."""
 
 
 @torch.inference_mode()
@@ -201,7 +201,7 @@ def greedy_oracle(model: PreTrainedModel, prompt: list[int], n: int, guess: list
     Args: `guess` is what a test has found. One pass of transformers' model over all of it shows whether each token is
     the one with the largest logit; only if not is the text generated token by token.
     """
-    weights = tuple((parameter.data_ptr(), parameter._version) for parameter in model.parameters())
+    weights = tuple(float(parameter.sum()) for parameter in model.parameters())
     known, asked = _TEXTS.setdefault(model, {}), (tuple(prompt), weights)
     if len(known.get(asked, [])) < n:
         if guess and len(guess) == n and _is_greedy(model, prompt, guess):
