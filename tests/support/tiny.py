@@ -198,8 +198,8 @@ _TEXTS: WeakKeyDictionary[PreTrainedModel, dict[tuple, list[int]]] = WeakKeyDict
 def greedy_oracle(model: PreTrainedModel, prompt: list[int], n: int, guess: list[int] | None = None) -> list[int]:
     """The next `n` tokens by transformers' own greedy generation.
 
-    Args: `guess` is what a test has found. One pass of transformers' model over all of it shows whether each token is
-    the one with the largest logit; only if not is the text generated token by token.
+    Args: `guess` is what a test has found. If one pass of transformers' model shows that it is the greedy text, it is
+    not generated token by token.
     """
     weights = tuple(float(parameter.sum()) for parameter in model.parameters())
     known, asked = _TEXTS.setdefault(model, {}), (tuple(prompt), weights)
@@ -212,9 +212,10 @@ def greedy_oracle(model: PreTrainedModel, prompt: list[int], n: int, guess: list
 
 
 def _is_greedy(model: PreTrainedModel, prompt: list[int], text: list[int]) -> bool:
-    ids = torch.tensor([[*prompt, *text[:-1]]])
+    """Whether each token of `text` has the largest logit after those before. Then `text` is the greedy text."""
     ends = model.generation_config.eos_token_id if model.generation_config else None
-    return ends is None and model(ids, logits_to_keep=len(text)).logits[0].argmax(-1).tolist() == text
+    logits = model(torch.tensor([[*prompt, *text[:-1]]]), use_cache=False).logits[0, len(prompt) - 1 :]
+    return ends is None and logits.argmax(dim=-1).tolist() == text
 
 
 def _generated(model: PreTrainedModel, prompt: list[int], n: int) -> list[int]:
@@ -222,14 +223,6 @@ def _generated(model: PreTrainedModel, prompt: list[int], n: int) -> list[int]:
     generate: Callable[..., torch.Tensor] = getattr(model, "generate")  # noqa: B009 (its stubs do not bind)
     out = generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=n, pad_token_id=0)
     return out[0, len(prompt) :].tolist()
-
-
-@torch.inference_mode()
-def greedy_choices(model: PreTrainedModel, prompt: list[int], tokens: list[int]) -> list[int]:
-    """What transformers holds most likely in place of each of `tokens`, given `prompt` and those before: `tokens`
-    themselves, if and only if they are its greedy text. One pass, where `greedy_oracle` takes one for each token."""
-    logits = model(torch.tensor([prompt + tokens[:-1]]), use_cache=False).logits[0, len(prompt) - 1 :]
-    return logits.argmax(dim=-1).tolist()
 
 
 @torch.no_grad()

@@ -10,7 +10,7 @@ import pytest
 import torch
 from profiles import share
 from spmd import run_jobs
-from tiny import LLAMA3, greedy_choices, greedy_oracle, save_llama
+from tiny import LLAMA3, greedy_oracle, save_llama
 
 gguf = pytest.importorskip("gguf", reason="the package gguf writes the files")
 
@@ -69,7 +69,7 @@ def test_greedy_text_is_that_of_transformers_with_the_numbers(tmp_path, family, 
             target, tmp_path / "draft", device="cpu", dtype="float32", tiers=tiers, resident=resident, budget=64
         )
         found.append(engine.generate(PROMPT, Sampling(0.0), 16).token_ids)
-    want = greedy_choices(model, PROMPT, found[0])
+    want = greedy_oracle(model, PROMPT, len(found[0]), found[0])
     assert len(want) == 16 and found == [want] * 3
 
 
@@ -323,7 +323,7 @@ def test_two_ranks(tmp_path):
         jobs.append(job)
     for model, reports in zip(models, run_jobs(jobs, 2), strict=True):
         texts = [report["token_ids"] for report in reports]
-        want = greedy_choices(model, PROMPT, texts[0])
+        want = greedy_oracle(model, PROMPT, len(texts[0]), texts[0])
         assert len(want) == 16 and texts == [want] * 2
 
 

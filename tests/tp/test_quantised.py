@@ -12,7 +12,7 @@ from quantised import FORMATS, fp8, save_quantised
 from quantised_matrices import Tensors, matrix_of, quantisation
 from safetensors.torch import load_file, save_file
 from spmd import run_jobs
-from tiny import greedy_choices, greedy_oracle, random_tokens, save_llama
+from tiny import greedy_oracle, random_tokens, save_llama
 from triforce.kernels import Level, cpu_level, use_kernels
 from triforce.kernels.layers import linear
 from triforce.kernels.quantised import FLOAT32_NUMBERS, STEP_NUMBERS, GroupedMatrix, quantised_linear
@@ -139,7 +139,7 @@ def test_greedy_text_is_that_of_transformers_with_the_numbers(tmp_path, name, fa
             budget=64,
         )  # fmt: skip
         found.append(engine.generate(PROMPT, Sampling(0.0), 16).token_ids)
-    want = greedy_choices(model, PROMPT, found[0])
+    want = greedy_oracle(model, PROMPT, len(found[0]), found[0])
     assert len(want) == 16 and found == [want] * 3
 
 
@@ -161,7 +161,7 @@ def two_ranks(tmp_path_factory):
 @pytest.mark.parametrize("name", ON_TWO_RANKS)
 def test_two_ranks_write_what_transformers_does(two_ranks, name):
     model, texts = two_ranks[name]
-    want = greedy_choices(model, PROMPT, texts[0])
+    want = greedy_oracle(model, PROMPT, len(texts[0]), texts[0])
     assert len(want) == 16 and texts == [want] * 2
 
 
