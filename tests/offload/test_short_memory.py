@@ -32,7 +32,7 @@ GPU_BYTES = 200 * 2**20
 MEMORY_RAN_OUT = r"GPU memory ran out: .* of 200\.0 MiB are taken; .*--resident"
 """What is said then: the numbers, and what helps."""
 
-NEW_TOKENS = 24
+NEW_TOKENS = 12
 GREEDY = Sampling(temperature=0.0)
 
 
@@ -368,6 +368,6 @@ def test_a_prompt_that_goes_before_the_rest_of_another_takes_nothing_that_this_n
         assert not simulator.refused, more
         return list(found)
 
-    orders = [ends(more) for more in (0, 0.1, 0.5, 1, 2, 16)]
+    orders = [ends(more) for more in (0, 1, 2)]
     assert orders[-1] == [300, 1500]
     assert resident == 0 or orders[0] == [1500, 300], "without memory for both it waits"

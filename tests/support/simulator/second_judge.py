@@ -9,11 +9,24 @@ forgotten.
 
 from __future__ import annotations
 
+from traceback import StackSummary, walk_stack
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 from cuda_simulator import HOST, Clock, Memory, SimulatedEvent, SimulatedRuntime, SimulatedStream, Simulator
 from torch import Tensor
+from torch.cuda import _sanitizer
 from torch.cuda._sanitizer import EventHandler
+
+
+class _NoStack(StackSummary):
+    """Where an operation was called, which is not noted: the sanitizer notes it of each of them, in nine tenths of its
+    time, for the words of its reports alone."""
+
+    @classmethod
+    def extract(cls, *_: Any, **__: Any) -> _NoStack:
+        return cls()
 
 
 class JudgedSimulator(Simulator):
@@ -26,7 +39,17 @@ class JudgedSimulator(Simulator):
     def __init__(self) -> None:
         self.handler, self.reports = EventHandler(), list[str]()
         self._begins: dict[int, set[int]] = {}  # addresses that the sanitizer knows, by that of the storage
+        self._stacks = patch.object(_sanitizer, "traceback", SimpleNamespace(StackSummary=_NoStack, walk_stack=walk_stack))
         super().__init__()
+
+    def __enter__(self) -> JudgedSimulator:
+        self._stacks.start()
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)
+        self._stacks.stop()
 
     def runtime(self) -> Any:
         return _Runtime(self)
