@@ -57,7 +57,8 @@ class Conversation:
             config(directory / "draft", vocab_size=32000, **DRAFT),
         )
         weights = UnwrittenWeights(torch.bfloat16)
-        self.decoders = [Decoder(shape, weights, torch.device("cpu")) for shape in shapes]  # pyright: ignore[reportArgumentType]
+        with ComputingNothing():
+            self.decoders = [Decoder(shape, weights, torch.device("cpu")) for shape in shapes]  # pyright: ignore[reportArgumentType]
         self.settings = Settings(block_length=6, draft_length=4, pack="off")
         self.room, context = room, tokens + NEW_TOKENS + room
         asked = replace(self.engine(None)._models.request(context, NEW_TOKENS), gpu_bytes=PLENTY)
