@@ -12,7 +12,7 @@ def models(tmp_path_factory):
 
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("where", ["here", "simulated"])
-@pytest.mark.slow(keep=("here-0", "simulated-1"))
+@pytest.mark.slow(keep=("here-0", "here-1", "here-3", "simulated-0", "simulated-5"))
 def test_each_text_is_the_one_it_has_alone(models, where, seed):
     """2,000 histories in a campaign: `python tests/support/simulator/texts.py`."""
     assert texts.play(models, seed, real=where == "here")
