@@ -597,8 +597,8 @@ class Run(Iterator[Event]):
 
     def _read_on(self, reading: Reading) -> Round | None:
         """Reads some slices of a prompt, or none if other sequences have joined. Returns the sequence's first round if
-        the prompt is read to its end, else `None`. If the sequence was asked to end, memory was too short, or the prompt
-        could not be saved, only this sequence ends."""
+        the prompt is read to its end, else `None`. If the sequence was asked to end, memory was too short, or the
+        prompt could not be saved, only this sequence ends."""
         beside = bool(self._in_slices and self._running())
         due = reading.due if beside else reading.due_alone
         waiting = self._waiting()

@@ -136,11 +136,12 @@ class Addresses:
             self.moved.add(name)
 
 
-def conversation(models, turns=3, room=2000, *, in_one_run=False, **settings):
+def conversation(models, turns=3, room=2000, *, answer=12, in_one_run=False, **settings):
     """What moved, or was captured twice within a turn, in a conversation whose passes are captured; how many were in
     each turn, and replays in all.
 
-    Args: `in_one_run` is whether a run lasts as long as turns come; then what drafts stays, too.
+    Args: `answer` is the tokens of each answer. `in_one_run` is whether a run lasts as long as turns come; then what
+    drafts stays, too.
     """
     simulator, addresses, captured = Simulator(), Addresses(), []
     system = simulated_system(simulator, limits=ledger.LIMITS)
@@ -151,7 +152,7 @@ def conversation(models, turns=3, room=2000, *, in_one_run=False, **settings):
     prompt, before = random_tokens(300, seed=3), 0
 
     def request():
-        return Request(prompt, Sampling(0.8, seed=len(captured)), 24, ignore_eos=True)
+        return Request(prompt, Sampling(0.8, seed=len(captured)), answer, ignore_eos=True)
 
     def events():
         if in_one_run:
@@ -159,7 +160,7 @@ def conversation(models, turns=3, room=2000, *, in_one_run=False, **settings):
             yield from ((event.sequence, getattr(event, "round", None)) for event in run)
             return
         for _ in range(turns):
-            run = engine.stream(prompt, request().sampling, 24, ignore_eos=True)
+            run = engine.stream(prompt, request().sampling, answer, ignore_eos=True)
             yield from ((run.sequence, event) for event in run)
             yield run.sequence, None
 
@@ -176,7 +177,7 @@ def conversation(models, turns=3, room=2000, *, in_one_run=False, **settings):
                     addresses.note(f"mass in turn {turn}", caches.full.mass.held(), "mass")
                     addresses.note(f"draft's cache{of_turn}", caches.streaming.held(), "draft_kv")
                     addresses.note(f"retrieval cache{of_turn}", buffers_of(caches.retrieval), "retrieval")
-            elif len(sequence.statistics.token_ids) == 24:
+            elif len(sequence.statistics.token_ids) == answer:
                 assert not turn or sequence.statistics.reused_tokens > 300
                 if len(capture.passes) > len(set(capture.passes)):
                     addresses.moved.add("a captured pass")
@@ -201,7 +202,8 @@ def test_addresses_stay_over_turns_and_no_pass_is_captured_twice_in_one(models, 
     """What a full cache has on the device stays from turn to turn. Retrieval cache, draft's cache and attention mass
     stay from a turn's first round to its last. Those of the next run are others, and so are its captured passes, as a
     run that ends gives back all but its full cache."""
-    moved, captured, replays = conversation(models, resident=resident, budget=budget, refresh=refresh)
+    answer = 24 if budget == 1024 else 12  # of the larger one nearly all draft tokens are accepted, in fewer rounds
+    moved, captured, replays = conversation(models, answer=answer, resident=resident, budget=budget, refresh=refresh)
     assert not moved
     assert min(captured) >= 3 and replays > 5 * sum(captured)
 

@@ -100,9 +100,10 @@ class Tape(TorchDispatchMode):
     def replay(self) -> None:
         for func, args, kwargs, made in self.operations:
             result = func(*args, **kwargs)
-            again = [result] if isinstance(result, Tensor) else tree_leaves(result)
-            for i, x in made:
-                x.copy_(again[i])
+            if made:
+                again = [result] if isinstance(result, Tensor) else tree_leaves(result)
+                for i, x in made:
+                    x.copy_(again[i])
 
 
 def _address(x: Tensor) -> int:

@@ -39,7 +39,9 @@ class JudgedSimulator(Simulator):
     def __init__(self) -> None:
         self.handler, self.reports = EventHandler(), list[str]()
         self._begins: dict[int, set[int]] = {}  # addresses that the sanitizer knows, by that of the storage
-        self._stacks = patch.object(_sanitizer, "traceback", SimpleNamespace(StackSummary=_NoStack, walk_stack=walk_stack))
+        self._stacks = patch.object(
+            _sanitizer, "traceback", SimpleNamespace(StackSummary=_NoStack, walk_stack=walk_stack)
+        )
         super().__init__()
 
     def __enter__(self) -> JudgedSimulator:

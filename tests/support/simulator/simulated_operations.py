@@ -128,7 +128,11 @@ class Operations(TorchDispatchMode):
         memories = [simulator.memory(x) for x in given]
         hosts = simulator.place(memories)
         on_host = True in hosts and all(hosts)
-        if not on_host and True in hosts and not all(x.dim() == 0 for x, host in zip(given, hosts, strict=True) if host):
+        if (
+            not on_host
+            and True in hosts
+            and not all(x.dim() == 0 for x, host in zip(given, hosts, strict=True) if host)
+        ):
             raise Race(f"{func} mixes memory of host and device")
         written = [
             id(x) for i, name in kind.writes for x in _tensors((kwargs.get(name, args[i] if i < len(args) else None),))
