@@ -245,7 +245,7 @@ def test_who_waits_for_memory_that_a_saved_text_still_takes_does_not_fail(model,
 
 def test_ranks_stay_together_whatever_their_disks_do(model, tmp_path):
     """Each rank's disk is slow or full by chance; sequences are saved, dropped, and ended with the run."""
-    runs = 6
+    runs = 9
 
     def call():
         rank = int(os.environ["RANK"])
@@ -272,7 +272,7 @@ def test_ranks_stay_together_whatever_their_disks_do(model, tmp_path):
                     saved = own.random() < 0.7
                     context = ContextRequest(save=f"text{seed}-{number}" if saved else None, origin="client")
                     asked.append(Request(tokens, GREEDY, own.randrange(1, 12), ignore_eos=True, contexts=context))
-                last = own.choice([math.inf, own.randrange(40)])
+                last = own.choice([math.inf, math.inf, own.randrange(40)])
                 run = engine.run(lambda waits, asked=asked: asked.pop() if asked else None, max_sequences=3)
                 for number, _ in enumerate(run):
                     states |= {one.state for one in run.live}
