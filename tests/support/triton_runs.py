@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 from unittest.mock import patch
 
 import numpy as np
@@ -44,21 +45,15 @@ def _spare_the_interpreter() -> None:
     integers overflow, but says so only if its option `debug` is set."""
     from triton.runtime import interpreter
 
-    builder, language = interpreter.interpreter_builder, interpreter.tl
-    compute = interpreter.InterpretedFunction.__call__
+    builder, language, patch_language = interpreter.interpreter_builder, interpreter.tl, interpreter._patch_lang
     if not builder.options.debug:
         builder.options = replace(builder.options, sanitize_overflow=False)
 
-    def call(function, *arguments, **named):
-        used = [value for value in function.fn.__globals__.values() if value is language or value is language.core]
-        if any(language.core.is_builtin(one.load) for one in used):
-            return compute(function, *arguments, **named)
-        try:
-            return function.rewrite()(*arguments, **named)
-        except Exception as error:
-            raise interpreter.InterpreterError(repr(error)) from error
+    def patch_once(function: Any) -> Any:
+        used = [value for value in function.__globals__.values() if value is language or value is language.core]
+        return patch_language(function) if any(language.core.is_builtin(one.load) for one in used) else None
 
-    interpreter.InterpretedFunction.__call__ = call
+    interpreter._patch_lang = patch_once
 
 
 if not torch.cuda.is_available():

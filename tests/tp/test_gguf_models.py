@@ -316,7 +316,8 @@ def test_a_model_in_shards(tmp_path):
 def test_two_ranks(tmp_path):
     """The rows of heads and the blocks of inputs are split. Two models, one after the other."""
     models, jobs = [], []
-    for family, scores in (("llama", {}), ("gemma3", {"query_pre_attn_scalar": 128})):
+    families: dict[str, dict[str, Any]] = {"llama": {}, "gemma3": {"query_pre_attn_scalar": 128}}
+    for family, scores in families.items():
         models.append(save_gguf(tmp_path / family, family, mixed, head_dim=128, **scores))
         job = {"model": str(find_model(tmp_path / f"{family}.gguf")), "draft": None, "device": "cpu"}
         job |= {"dtype": "float32", "prompt": PROMPT, "new_tokens": 16, "settings": {"tiers": 2, "budget": 64}}

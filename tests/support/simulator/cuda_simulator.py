@@ -375,12 +375,12 @@ class Simulator:
         if memory is None:
             memory = self.memory(tensor)
         size = tensor.element_size()
-        start = tensor.storage_offset() * size
+        start = int(tensor.storage_offset()) * size
         if not tensor.is_contiguous():
             extent = 1
             for n, step in zip(tensor.shape, tensor.stride(), strict=True):
                 extent += (n - 1) * step
-        stop = start + extent * size
+        stop = start + int(extent) * size
         kept = []
         for old in memory.accesses:
             if old.stream == stream:  # in order; what the new access covers need not be known any longer
