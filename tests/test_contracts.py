@@ -32,6 +32,7 @@ EXCEPTIONS = {
         (
             *("cli/bench/conftest.py", "cli/chat/test_screen.py"),
             *("support/simulator/cuda_simulator.py", "support/simulator/simulated_operations.py"),
+            "support/triton_runs.py",
         ),
         "an attribute with an underscore, of somebody else's object or the tests' own",
     ),

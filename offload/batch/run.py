@@ -47,6 +47,10 @@ _SHORTER = 2
 """A prompt is prefilled before the rest of a long prompt whose prefill has begun, if that rest has at least this many
 times its unread tokens."""
 
+_LEAST_OWED_S = 1e-9
+"""What a prompt that was set aside is owed at least, so that some slices of it come before others go first again, even
+if those that went first ended before they were read."""
+
 _LOOKS_S = 0.05
 """Seconds between two looks for further sequences while contexts are written and nothing runs."""
 
@@ -116,6 +120,7 @@ class Run(Iterator[Event]):
         self._reading: Reading | None = None  # the prompt whose next slices come after the next round
         self._read_with_it: list[Reading] = []  # prompts that come next, already computed or to be in the same pass
         self._set_aside: Reading | None = None  # a long prompt, which is read on behind shorter ones
+        self._gave_way = False  # whether no slice was read at the last call, as others had joined, who may go first
         self._stay_behind: set[BatchSequence] = set()  # waiting ones that do not go before that prompt
         self._read_until = self._system.clock()  # when the last prefill ended: prefill does not count as decoding
         self.live = [BatchSequence(one, self._read_until) for one in order.orders]
@@ -372,7 +377,7 @@ class Run(Iterator[Event]):
             sequence, event = reading.sequence, self._read_on(reading)
             del reading  # else it would hold its logits during rounds
             if event is None:
-                if self._reading:
+                if self._reading and not self._gave_way:
                     yield Progress(sequence)
                 yield from self._let_go()
                 if self._reading and self._in_slices and self._running():
@@ -395,6 +400,7 @@ class Run(Iterator[Event]):
         elif self._set_aside:
             self._reading, self._set_aside = self._set_aside, None
             self._reading.sequence.active.full.is_set_aside = False
+            self._reading.owed_s = max(self._reading.owed_s, _LEAST_OWED_S)
         else:
             self._stay_behind.clear()
             self._open_waiting()
@@ -596,9 +602,9 @@ class Run(Iterator[Event]):
         self._stay_behind.discard(sequence)
 
     def _read_on(self, reading: Reading) -> Round | None:
-        """Reads some slices of a prompt, or none if other sequences have joined. Returns the sequence's first round if
-        the prompt is read to its end, else `None`. If the sequence was asked to end, memory was too short, or the
-        prompt could not be saved, only this sequence ends."""
+        """Reads some slices of a prompt. If other sequences join, reads none, but never twice in a row. Returns the
+        sequence's first round if the prompt is read to its end, else `None`. If the sequence was asked to end, memory
+        was too short, or the prompt could not be saved, only this sequence ends."""
         beside = bool(self._in_slices and self._running())
         due = reading.due if beside else reading.due_alone
         waiting = self._waiting()
@@ -614,8 +620,9 @@ class Run(Iterator[Event]):
             return None
         if ends:
             return self._drop(reading, keeps=True)
-        if joining:
-            return None  # who has joined may go first
+        self._gave_way = bool(joining) and not self._gave_way
+        if self._gave_way:
+            return None
         event = failure = None
         before_s = reading.seconds
         alike = False  # whether the failure is the same on all ranks

@@ -45,7 +45,7 @@ def test_products_are_those_with_the_numbers(device, name, dtype):
 @pytest.mark.parametrize("name", ["awq", "gptq-act-order", "int8", "fp8"])
 def test_a_product_of_several_parts_of_the_inputs(device, name, dtype):
     """In tiles that are full, where groups leave them; with a bias, added to rows with a stride."""
-    (dtype, _), outputs, inputs = DTYPES[dtype], 128, 768
+    (dtype, _), outputs, inputs = DTYPES[dtype], 128, 1152
     matrix, numbers = matrix_of(name, outputs, inputs)
     x, bias = rows(35, inputs, dtype, device), rows(1, outputs, dtype, device, 2)[0]
     onto = rows(35, 2 * outputs, dtype, device, 3)[:, :outputs]

@@ -368,6 +368,6 @@ def test_a_prompt_that_goes_before_the_rest_of_another_takes_nothing_that_this_n
         assert not simulator.refused, more
         return list(found)
 
-    orders = [ends(more) for more in (0, 1, 2)]
+    orders = [ends(more) for more in (0, 0.1, 0.5, 2)]
     assert orders[-1] == [300, 1500]
     assert resident == 0 or orders[0] == [1500, 300], "without memory for both it waits"

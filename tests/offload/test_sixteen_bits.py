@@ -36,7 +36,7 @@ def token_by_token(pair, resident):
 
 
 @pytest.mark.parametrize(
-    ("draft_length", "block_length", "budget"), [(1, 3, 64), (4, 12, 1024), (None, None, 64), (8, 31, 1024)]
+    ("draft_length", "block_length", "budget"), [(1, 3, 64), (4, 12, 64), (None, None, 64), (8, 31, 1024)]
 )
 def test_bfloat16_text_is_the_one_decoded_token_by_token(
     pair, token_by_token, draft_length, block_length, budget, resident

@@ -292,13 +292,14 @@ def few_of(variants: list[tuple[str, Variant]], capabilities: list[int]) -> set[
     chosen = set()
     for group, places in groups.items():
         chance = random.Random(str(group))
+        in_turn = itertools.cycle(chance.sample(capabilities, len(capabilities)))
         places = chance.sample(places, len(places))
         values = {place: {*variants[place][1].constants.items(), *variants[place][1].types.items()} for place in places}
         missing = set().union(*values.values())
         while missing:
             place = max(places, key=lambda place: len(values[place] & missing))
             missing -= values[place]
-            chosen.add((place, chance.choice(capabilities)))
+            chosen.add((place, next(in_turn)))
     return chosen
 
 

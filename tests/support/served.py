@@ -107,7 +107,7 @@ class Client:
         end = time.monotonic() + seconds
         while not holds():
             assert time.monotonic() < end, "it never came"
-            time.sleep(0.02)  # a look at the metrics takes both sides 5 ms of a processor
+            time.sleep(0.02)  # not more often, as each look takes processor time of the server, too
 
     def at_once(self, *calls: Any) -> list[Any]:
         """What calls return that are made at the same time."""

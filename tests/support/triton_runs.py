@@ -51,7 +51,8 @@ def _spare_the_interpreter() -> None:
 
     def patch_once(function: Any) -> Any:
         used = [value for value in function.__globals__.values() if value is language or value is language.core]
-        return patch_language(function) if any(language.core.is_builtin(one.load) for one in used) else None
+        patched = used and not any(language.core.is_builtin(one.load) for one in used)
+        return None if patched else patch_language(function)
 
     interpreter._patch_lang = patch_once
 

@@ -134,6 +134,7 @@ def test_prompts_are_saved_only_where_that_was_asked_for(serving, lasting, tmp_p
         saving.complete(text)
         (name,) = names(saving)
         assert name.startswith("prompt-")
+        saving.wait_for(lambda: saving.ask("GET", "/v1/contexts").json["data"][0]["complete"])
     with serving(lasting) as later:
         cached = later.complete(text).json["usage"]["prompt_tokens_details"]["cached_tokens"]
         assert cached > 1000, "a new process starts from what was saved"

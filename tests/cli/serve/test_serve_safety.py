@@ -173,7 +173,7 @@ def test_what_a_prompt_was_made_of_is_not_kept_while_it_waits(process, lasting, 
     model = tmp_path / "model"
     shutil.copytree(lasting[0], model)
     (model / "chat_template.jinja").write_text("{% if wide %}{{ messages[0].content }}{% endif %}")
-    wide = {"wide": {str(number): {} for number in range(60_000)}}
+    wide = {"wide": {str(number): {} for number in range(100_000)}}
     fields = {"messages": [{"role": "user", "content": "Why?"}], "max_tokens": 1, "chat_template_kwargs": wide}
     slow = embedding_calls(lambda _: time.sleep(0.05))  # an answer that lasts, and takes no processor time for that
     server = process("--max-sequences", 1, models=(model, model), before=slow)

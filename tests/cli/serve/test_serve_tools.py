@@ -55,7 +55,7 @@ def family(request, pair, tmp_path_factory):
 
 
 def choices_of(reply, count):
-    """Those of a request for `count` answers, which are written at a time, each with a seed of its own."""
+    """Those of a request for `count` answers, which are written at the same time, each with a seed of its own."""
     assert reply.status == 200, reply.body
     assert len(reply.json["choices"]) == count
     return reply.json["choices"]

@@ -101,7 +101,7 @@ def test_it_is_answered_before_and_no_text_changes(models, resident, short, firs
 
 
 def test_nothing_more_of_the_long_prompt_is_read_before_it(models, monkeypatch):
-    read, joins, go_on, first = [], [], Reading.go_on, [request("long")]
+    read, joins, go_on, first, found = [], [], Reading.go_on, [request("long")], Played()
 
     def noted(reading, *args, **more):
         read.append(reading.sequence.tag)
@@ -116,9 +116,37 @@ def test_nothing_more_of_the_long_prompt_is_read_before_it(models, monkeypatch):
         return request("short")
 
     monkeypatch.setattr(Reading, "go_on", noted)
-    for _ in models.engine("llama", system=ticking()).run(more):
-        pass
+    for event in models.engine("llama", system=ticking()).run(more):
+        if isinstance(event, Tokens):
+            found.texts.setdefault(event.sequence.tag, []).extend(event.round.tokens)
     assert read[joins[0]] == "short" and read.count("long") > joins[0]
+    found.check(models["llama"][1])
+
+
+def test_slices_are_read_however_many_join_and_leave(models, monkeypatch):
+    """One request after the other joins, and is no longer wanted before the next look."""
+    read, first, go_on, number = [], [request("long")], Reading.go_on, itertools.count()
+
+    def noted(reading, *args, **more):
+        read.append(reading.sequence.tag)
+        return go_on(reading, *args, **more)
+
+    def more(waits):
+        for sequence in run.live:
+            if sequence.tag != "long":
+                run.end(sequence)
+        if first:
+            return first.pop()
+        tag = next(number)
+        assert tag < 200, "the long prompt is not read on"
+        return request(tag, [7], 1) if tag % 2 == 0 else None  # `None` says that there is no other at this look
+
+    monkeypatch.setattr(Reading, "go_on", noted)
+    run = models.engine("llama", system=ticking()).run(more)
+    for _ in run:
+        if read.count("long") > 20:
+            run.end_all()
+            break
 
 
 @pytest.mark.parametrize("family", ["mistral-window", "gemma3", "qwen3-next", "qwen3-moe"])

@@ -22,7 +22,6 @@ from triforce.tp.errors import UsageError
 
 GREEDY = Sampling(temperature=0.0)
 PROMPT = random_tokens(300, seed=3)
-NEW_TOKENS = 160
 LIKELY = 0.62
 """Of two tokens, the likelier one is about as often more likely than this as not."""
 
@@ -108,8 +107,8 @@ def test_a_seed_s_text_does_not_depend_on_where_drafts_end(engine_and_target, mo
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory):
-    """A pair that agrees often, and `NEW_TOKENS` tokens by transformers."""
-    return agreeing_pair(tmp_path_factory.mktemp("agreeing"), PROMPT, NEW_TOKENS)
+    """A pair that agrees often, and 300 tokens by transformers."""
+    return agreeing_pair(tmp_path_factory.mktemp("agreeing"), PROMPT, 300)
 
 
 @pytest.mark.parametrize("lookup", [False, True], ids=["model", "model and lookup"])
@@ -121,7 +120,7 @@ def test_greedy_equals_transformers_at_lengths_to_128(pair, early_end, lookup):
         target, f"{draft},lookup" if lookup else draft, device="cpu", dtype="float32", budget=160,
         block_length=128, draft_length=30 if lookup else 5, early_end=early_end, resident=0.0,
     )  # fmt: skip
-    run = engine.stream(PROMPT, GREEDY, NEW_TOKENS)
+    run = engine.stream(PROMPT, GREEDY, 300)
     proposed = [event.proposed for event in itertools.islice(run, 1, None)]
     assert run.statistics.token_ids == want
     if early_end == "off":
@@ -139,7 +138,7 @@ def test_greedy_equals_transformers_where_lengths_and_ends_adapt(pair, lookup, m
         target, f"{draft},lookup" if lookup else draft, device="cpu", dtype="float32", budget=4096, resident=0.0
     )
     monkeypatch.setattr(PassCost, "observe", lambda *given: None)
-    run = engine.stream(PROMPT, GREEDY, NEW_TOKENS)
+    run = engine.stream(PROMPT, GREEDY, 300)
     verify = run.batch.tiers[0].control
     verify.cost = PassCost(100 * verify.cost.base, 0.0)
     monkeypatch.setattr(DraftingPays, "note", lambda *given: None)

@@ -50,8 +50,10 @@ class JudgedSimulator(Simulator):
         return self
 
     def __exit__(self, *error: object) -> None:
-        super().__exit__(*error)
-        self._stacks.stop()
+        try:
+            super().__exit__(*error)
+        finally:
+            self._stacks.stop()
 
     def runtime(self) -> Any:
         return _Runtime(self)

@@ -240,7 +240,7 @@ def _kind(func: Any) -> _Kind:
 
 def _is_view(result: Any, given: list[Tensor]) -> bool:
     """Whether it lies, or all of its tensors lie, in memory of those given."""
-    if isinstance(result, Tensor) and len(given) == 1:  # nearly always: a hundred thousand times in a test
+    if isinstance(result, Tensor) and len(given) == 1:  # nearly always
         return result.untyped_storage()._cdata == given[0].untyped_storage()._cdata
     known = {x.untyped_storage()._cdata for x in given}
     return all(x.untyped_storage()._cdata in known for x in _tensors((result,)))
