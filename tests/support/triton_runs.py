@@ -40,9 +40,9 @@ DTYPES = {
 
 
 def _spare_the_interpreter() -> None:
-    """Triton's interpreter without two kinds of work that have no effect, half of all it does. For each call within a
-    kernel, it replaces the names of Triton's language, also where they are replaced already. And it computes whether
-    integers overflow, but says so only if its option `debug` is set."""
+    """Triton's interpreter without two kinds of work that have no effect. For each call within a kernel, it replaces
+    the names of Triton's language, also where they are replaced already. And it computes whether integers overflow, but
+    says so only if its option `debug` is set."""
     from triton.runtime import interpreter
 
     builder, language, patch_language = interpreter.interpreter_builder, interpreter.tl, interpreter._patch_lang

@@ -100,12 +100,21 @@ def test_it_is_answered_before_and_no_text_changes(models, resident, short, firs
     assert len(found.texts) == len(first) + 1
 
 
-def test_nothing_more_of_the_long_prompt_is_read_before_it(models, monkeypatch):
-    read, joins, go_on, first, found = [], [], Reading.go_on, [request("long")], Played()
+@pytest.fixture
+def read(monkeypatch):
+    """The tags of the prompts of which slices are read, one for each look for others."""
+    tags, go_on = [], Reading.go_on
 
     def noted(reading, *args, **more):
-        read.append(reading.sequence.tag)
+        tags.append(reading.sequence.tag)
         return go_on(reading, *args, **more)
+
+    monkeypatch.setattr(Reading, "go_on", noted)
+    return tags
+
+
+def test_nothing_more_of_the_long_prompt_is_read_before_it(models, read):
+    joins, first, found = [], [request("long")], Played()
 
     def more(waits):
         if first:
@@ -115,7 +124,6 @@ def test_nothing_more_of_the_long_prompt_is_read_before_it(models, monkeypatch):
         joins.append(len(read))
         return request("short")
 
-    monkeypatch.setattr(Reading, "go_on", noted)
     for event in models.engine("llama", system=ticking()).run(more):
         if isinstance(event, Tokens):
             found.texts.setdefault(event.sequence.tag, []).extend(event.round.tokens)
@@ -123,13 +131,9 @@ def test_nothing_more_of_the_long_prompt_is_read_before_it(models, monkeypatch):
     found.check(models["llama"][1])
 
 
-def test_slices_are_read_however_many_join_and_leave(models, monkeypatch):
+def test_slices_are_read_however_many_join_and_leave(models, read):
     """One request after the other joins, and is no longer wanted before the next look."""
-    read, first, go_on, number = [], [request("long")], Reading.go_on, itertools.count()
-
-    def noted(reading, *args, **more):
-        read.append(reading.sequence.tag)
-        return go_on(reading, *args, **more)
+    first, number = [request("long")], itertools.count()
 
     def more(waits):
         for sequence in run.live:
@@ -141,7 +145,6 @@ def test_slices_are_read_however_many_join_and_leave(models, monkeypatch):
         assert tag < 200, "the long prompt is not read on"
         return request(tag, [7], 1) if tag % 2 == 0 else None  # `None` says that there is no other at this look
 
-    monkeypatch.setattr(Reading, "go_on", noted)
     run = models.engine("llama", system=ticking()).run(more)
     for _ in run:
         if read.count("long") > 20:
