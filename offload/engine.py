@@ -15,6 +15,7 @@ from ..tp.decoder import Decoder
 from ..tp.devices import resolve_device, resolve_dtype, set_threads
 from ..tp.errors import UsageError
 from ..tp.model.config import ModelConfig
+from ..tp.pages import available_memory, reserve_memory
 from ..tp.parallel.place import Place
 from ..tp.parallel.ranks import ALONE, Ranks
 from ..tp.parallel.split import check_split
@@ -35,10 +36,10 @@ from .contexts.store import ContextStore
 from .generation import Generation, Result
 from .graphs.capture import capture_for
 from .graphs.passes import Graphs
-from .held import Held
+from .held import Held, held_bytes
 from .planning.memory import plan_here
 from .planning.request import RunRequest
-from .planning.run_plan import RunPlan
+from .planning.run_plan import LEFT_TO_OTHERS, RunPlan
 from .settings import MOST_SEQUENCES, Settings
 from .speculation.grammar import Grammar, Grammars
 from .speculation.sampling import Sampling
@@ -432,6 +433,29 @@ class Engine:
         """Starts the threads that copy blocks of the KV cache during computation, and the threads that read and write
         blocks on a disk. Without this call, an engine starts them when a cache first has blocks to copy."""
         self._kept.start_threads()
+
+    def reserve_memory(self) -> int:
+        """Takes the host memory of later caches from the system now, and keeps it as long as this process runs: what
+        `host_memory` leaves beside this process and the weights, but not all that is available. So this process does
+        not grow later, and other programs cannot take the memory meanwhile. Does nothing on a GPU, or without
+        `host_memory`. A collective call, before the first run.
+
+        Returns:
+            The bytes that were taken on this rank.
+
+        Raises:
+            CapacityError: the system refuses the memory.
+        """
+        limit, ranks = self.settings.host_memory, self.target.ranks
+        if limit is None or self.target.device.type != "cpu":
+            return 0
+        # No rank takes memory before every rank has seen what is available.
+        (available,) = ranks.least([int((1 - LEFT_TO_OTHERS) * available_memory()) // ranks.local_size])
+        loaded = self.system.limits.process.total + held_bytes(self.held())
+        size = min(int(limit * 2**30) // ranks.local_size - loaded, available)
+        if size > 0:
+            reserve_memory(size)
+        return max(0, size)
 
     def follow(self) -> Run | None:
         """Prepares the run that rank 0 starts next; `None` after `finish`. For ranks above 0, which wait for rank 0.

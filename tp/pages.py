@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import bisect
 import mmap
+import os
 import threading
 import weakref
 from collections import deque
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
@@ -20,6 +22,7 @@ from math import prod
 from pathlib import Path
 
 import numpy as np
+import psutil
 import torch
 from torch import Tensor
 
@@ -40,7 +43,9 @@ def aligned_memory(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         CapacityError: the system refuses this much memory.
     """
     size = prod(shape) * dtype.itemsize
-    if size >= HUGE_PAGE:
+    if (reserved := _reserved(size)) is not None:
+        memory = reserved
+    elif size >= HUGE_PAGE:
         memory = torch.frombuffer(new_pages(size), dtype=torch.uint8, count=size)
     else:
         memory = torch.empty(size + mmap.PAGESIZE, dtype=torch.uint8)
@@ -68,6 +73,29 @@ def new_pages(size: int, *, huge: bool = True) -> mmap.mmap:
     return memory
 
 
+MOST_THREADS = 16
+"""Maximum number of threads that write to new pages. More would wait for the system's locks."""
+
+PAGES_A_THREAD = 4096
+"""New pages for which one more thread is started."""
+
+
+def touch_pages(memory: Tensor, pages_a_thread: int = PAGES_A_THREAD) -> None:
+    """Writes to every page of `memory`, uint8 `[bytes]`, from several threads, so that the system allocates them."""
+    pages = memory[:: mmap.PAGESIZE]
+    threads = min(MOST_THREADS, os.cpu_count() or 1, -(-len(pages) // pages_a_thread))
+    if threads == 1:
+        pages.zero_()
+        return
+    with ThreadPoolExecutor(threads) as pool:
+        list(pool.map(_write, pages.chunk(4 * threads)))
+
+
+@torch.inference_mode()  # set for each thread separately; the memory may have been made in this mode
+def _write(pages: Tensor) -> None:
+    pages.zero_()
+
+
 def _ask_for_huge_pages(memory: mmap.mmap, start: int, size: int) -> None:
     with suppress(OSError):  # the system may have been built without huge pages
         memory.madvise(mmap.MADV_HUGEPAGE, start, size)
@@ -86,12 +114,15 @@ def lasting_memory(shape: Sequence[int], dtype: torch.dtype, device: torch.devic
     size = prod(shape) * dtype.itemsize
     if not on_cpu(device) or size < _SMALL:
         return torch.empty(shape, dtype=dtype, device=device)
+    if (reserved := _reserved(size)) is not None:
+        return reserved.view(dtype).view(*shape)
     return _part(*_lasting_pages(size), size).view(dtype).view(*shape)
 
 
-def begins_as_zeros(size: int, device: torch.device) -> bool:
-    """Whether `lasting_memory` of this number of bytes consists of zeros, because it is in new pages of the system."""
-    return on_cpu(device) and size >= _SMALL
+def in_new_pages(memory: Tensor) -> bool:
+    """Whether `lasting_memory` took this memory from the system just now. Then it consists of zeros, and the system
+    allocates its pages when they are first written to."""
+    return on_cpu(memory.device) and memory.nbytes >= _SMALL and not (_reserve and _reserve.has(memory))
 
 
 @cache
@@ -118,19 +149,13 @@ def _part(pages: mmap.mmap, first: int, size: int) -> Tensor:
     return torch.frombuffer(pages, dtype=torch.uint8, count=size, offset=first)
 
 
-_PIECE = 2**25
-"""Bytes of a piece. Weights are put into a piece one after another."""
-
-_MOST_ROOMS = 64
-"""Maximum number of free ranges that are remembered; the largest are kept. A large model has thousands of pieces, and
-few of its weights fit into the rest of a piece."""
-
-
 @dataclass(frozen=True)
 class _Room:
-    """A free range of pages in a piece, from `first` to `stop`."""
+    """A free range of pages, from `first` to `stop`."""
 
-    piece: weakref.ref[mmap.mmap]
+    pages: weakref.ref[mmap.mmap]
+    address: int
+    """That of the pages."""
     first: int
     stop: int
 
@@ -140,54 +165,138 @@ class _Room:
         return self.stop - self.first
 
 
-class _Pieces:
-    """Memory for weights, in large pieces that many small matrices share.
+class _Rooms:
+    """Free ranges of pages. Memory is taken from them, and returns to them when its tensor is deleted."""
 
-    So a processor finds the weights in few pages, and the system manages few mappings (Linux allows at most 65,530 in a
-    process). The space of a deleted weight is used again, for example that of matrices that were joined into one.
-    """
-
-    def __init__(self) -> None:
+    def __init__(self, most: int | None = None) -> None:
+        """Args: `most` is the maximum number of free ranges that are remembered; the largest are kept."""
+        self._most = most
         self._lock = threading.Lock()
         self._rooms: list[_Room] = []  # by size
         self._left: deque[_Room] = (
             deque()
-        )  # ranges of weights that were deleted since the last `take`; a finalizer cannot wait for the lock
+        )  # ranges whose tensors were deleted since the last call; a finalizer cannot wait for the lock
 
-    def take(self, size: int) -> Tensor:
-        """A tensor uint8 `[size]` that is aligned to pages."""
+    def add(self, pages: mmap.mmap, first: int, stop: int) -> None:
+        """Adds a range. It is forgotten when `pages` are freed: a tensor keeps them alive, a room does not."""
+        address = torch.frombuffer(pages, dtype=torch.uint8).data_ptr()
+        self._left.append(_Room(weakref.ref(pages), address, first, stop))
+
+    def take(self, size: int, alignment: int = mmap.PAGESIZE) -> Tensor | None:
+        """A tensor uint8 `[size]` in the smallest range that has room for it; `None` if none has.
+
+        Args: `alignment` is that of the tensor's address, a multiple of the size of a page.
+        """
         wanted = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
         with self._lock:
-            if self._left:
-                while self._left:
-                    self._rooms.append(self._left.popleft())
-                self._rooms = _joined(self._rooms)
-            room, piece = self._found(wanted)
-            bisect.insort(self._rooms, replace(room, first=room.first + wanted), key=lambda room: room.size)
-            del self._rooms[:-_MOST_ROOMS]
-        held = np.frombuffer(piece, np.uint8, size, room.first)  # which the tensor keeps
-        weakref.finalize(held, self._left.append, replace(room, stop=room.first + wanted)).atexit = False
+            self._join()
+            for place in range(bisect.bisect_left(self._rooms, wanted, key=lambda room: room.size), len(self._rooms)):
+                room = self._rooms[place]
+                first = room.first + -(room.address + room.first) % alignment
+                if first + wanted <= room.stop and (pages := room.pages()):
+                    break
+            else:
+                return None
+            del self._rooms[place]
+            taken = replace(room, first=first, stop=first + wanted)
+            for rest in replace(room, stop=first), replace(room, first=taken.stop):
+                if rest.size:
+                    bisect.insort(self._rooms, rest, key=lambda room: room.size)
+        held = np.frombuffer(pages, np.uint8, size, first)  # which the tensor keeps
+        weakref.finalize(held, self._left.append, taken).atexit = False
         return torch.from_numpy(held)
 
-    def _found(self, wanted: int) -> tuple[_Room, mmap.mmap]:
-        """Removes and returns the smallest room that is large enough; otherwise the room of a new piece."""
-        for place, room in enumerate(self._rooms):
-            if room.size >= wanted and (piece := room.piece()):
-                del self._rooms[place]
-                return room, piece
-        piece, first = _lasting_pages(_PIECE)
-        return _Room(weakref.ref(piece), first, first + _PIECE), piece
+    @property
+    def free_bytes(self) -> int:
+        """The size of all ranges, in bytes."""
+        with self._lock:
+            self._join()
+            return sum(room.size for room in self._rooms)
+
+    def _join(self) -> None:
+        """Adds the ranges that became free, joins adjacent ranges, and removes those of freed pages."""
+        if not self._left:
+            return
+        while self._left:
+            self._rooms.append(self._left.popleft())
+        found: list[_Room] = []
+        for room in sorted(self._rooms, key=lambda room: (id(room.pages), room.first)):
+            if found and found[-1].pages is room.pages and found[-1].stop == room.first:
+                found[-1] = replace(found[-1], stop=room.stop)
+            elif room.pages() is not None:
+                found.append(room)
+        self._rooms = sorted(found, key=lambda room: room.size)
+        if self._most:
+            del self._rooms[: -self._most]
 
 
-def _joined(rooms: list[_Room]) -> list[_Room]:
-    """The rooms sorted by size, with adjacent rooms joined, and without those of deleted pieces."""
-    found: list[_Room] = []
-    for room in sorted(rooms, key=lambda room: (id(room.piece), room.first)):
-        if found and found[-1].piece is room.piece and found[-1].stop == room.first:
-            found[-1] = replace(found[-1], stop=room.stop)
-        elif room.piece() is not None:
-            found.append(room)
-    return sorted(found, key=lambda room: room.size)
+class _Reserve(_Rooms):
+    """Host memory that was taken in advance; see `reserve_memory`."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self._pages, first = _lasting_pages(size)
+        self._memory = _part(self._pages, first, size)
+        touch_pages(self._memory)
+        self.add(self._pages, first, first + size // mmap.PAGESIZE * mmap.PAGESIZE)
+
+    def has(self, memory: Tensor) -> bool:
+        """Whether `memory` is a part of this."""
+        return 0 <= memory.data_ptr() - self._memory.data_ptr() < self._memory.nbytes
+
+
+_reserve: _Reserve | None = None
+
+
+def reserve_memory(size: int) -> None:
+    """Takes `size` bytes of host memory from the system now, and keeps them as long as this process runs. Large memory,
+    on a CPU also `lasting_memory`, is taken from them as long as they have room for it.
+
+    Raises:
+        CapacityError: the system refuses this much memory.
+    """
+    global _reserve
+    _reserve = _Reserve(size)
+
+
+def _reserved(size: int) -> Tensor | None:
+    """A tensor uint8 `[size]` in the reserve; `None` if there is no reserve, or if it has no room."""
+    if _reserve is None or size < _SMALL:
+        return None
+    return _reserve.take(size, HUGE_PAGE if size >= HUGE_PAGE else mmap.PAGESIZE)
+
+
+def free_reserve() -> int:
+    """The bytes of `reserve_memory` that nothing takes at present."""
+    return _reserve.free_bytes if _reserve else 0
+
+
+def available_memory() -> int:
+    """The bytes of host memory that can be taken: the system's, and those of `reserve_memory` that are free."""
+    return psutil.virtual_memory().available + free_reserve()
+
+
+_PIECE = 2**25
+"""Bytes of a piece. Weights are put into a piece one after another."""
+
+
+class _Pieces(_Rooms):
+    """Memory for weights, in large pieces that many small matrices share.
+
+    So a processor finds the weights in few pages, and the system manages few mappings (Linux allows at most 65,530 in a
+    process). The space of a deleted weight is used again, for example that of matrices that were joined into one. A
+    large model has thousands of pieces, and few of its weights fit into the rest of a piece.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(most=64)
+
+    def take(self, size: int, alignment: int = mmap.PAGESIZE) -> Tensor:
+        """See `_Rooms.take`. If no range has room, it is taken from a new piece."""
+        while (found := super().take(size, alignment)) is None:
+            pages, first = _lasting_pages(_PIECE)
+            self.add(pages, first, first + _PIECE)
+        return found
 
 
 _pieces = _Pieces()

@@ -16,7 +16,7 @@ from .terminal.stopping import REPEAT_S
 from .terminal.streams import print_note
 
 
-def starts_or_follows(options: EngineOptions, call: Call, *, goes_on: bool = False) -> bool:
+def starts_or_follows(options: EngineOptions, call: Call, *, goes_on: bool = False, reserves: bool = False) -> bool:
     """If this process is a rank above 0, runs the command as this rank, and returns `True` afterwards, so that the
     caller returns too. On rank 0, or with one process, returns `False`, and the command continues.
 
@@ -24,6 +24,7 @@ def starts_or_follows(options: EngineOptions, call: Call, *, goes_on: bool = Fal
 
     Args:
         goes_on: whether the command makes several runs in one process, even after a run that did not fit.
+        reserves: whether the command calls `Engine.reserve_memory`.
 
     Raises:
         typer.Exit: this process has started the ranks, and they have ended.
@@ -47,6 +48,6 @@ def starts_or_follows(options: EngineOptions, call: Call, *, goes_on: bool = Fal
         call.signals.leave_to_rank_0()
         from .session.open import follow_rank_0
 
-        follow_rank_0(options, goes_on=goes_on)
+        follow_rank_0(options, goes_on=goes_on, reserves=reserves)
         return True
     return False

@@ -22,7 +22,7 @@ from ...kernels.delta_rule import DeltaWeights
 from ...tp.decoder import Decoder
 from ...tp.devices import to_device
 from ...tp.model.config import ModelConfig
-from ...tp.pages import begins_as_zeros, lasting_memory
+from ...tp.pages import in_new_pages, lasting_memory
 from ..held import Held, held_scratch
 from .hidden_states import HiddenStates, hidden_state_bytes
 from .states import LEAST_ROWS, States
@@ -99,7 +99,7 @@ class StreamingCache:
             shape = (config.kv_layers, config.num_kv_heads, n, config.head_dim)
             # New pages take no time until they are used: many answers end before anything is drafted.
             memory = lasting_memory(shape, decoder.dtype, decoder.device)
-            if not begins_as_zeros(memory.nbytes, decoder.device):
+            if not in_new_pages(memory):
                 return list(memory.zero_())
             self.untouched_bytes += memory.nbytes
             return list(memory)

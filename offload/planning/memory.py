@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-import psutil
 import torch
 
 from ...kernels.host_rows import reads_host_memory
@@ -17,6 +16,7 @@ from ...kernels.layers import steps_make_numbers
 from ...kernels.packing import packs_fast
 from ...tp.devices import DeviceMemory, device_memory
 from ...tp.errors import CapacityError
+from ...tp.pages import available_memory
 from ...tp.parallel.ranks import ALONE, Ranks
 from ...tp.units import gib
 from .request import RunRequest
@@ -55,7 +55,7 @@ def plan_here(
     request = replace(request, kernels=kernels, gpu_bytes=found and found.free, gpu_total_bytes=found and found.total)
     request = replace(request, locks_embedding=request.locks_embedding and reads_host_memory(device))
     bare = make_plan(request)
-    host = psutil.virtual_memory().available // ranks.local_size + given_back_on_host
+    host = available_memory() // ranks.local_size + given_back_on_host
     own = given_back
     if held is not None:
         host += request.process_bytes + bare.embedding
@@ -120,7 +120,7 @@ def shortage_explained(
 def available_bytes(device: torch.device) -> int:
     """Free bytes of the memory for tensors of `device`. On a GPU, this includes memory that PyTorch keeps for reuse."""
     found = device_memory(device)
-    return found.free if found else psutil.virtual_memory().available
+    return found.free if found else available_memory()
 
 
 def host_peak_bytes() -> int:

@@ -20,7 +20,7 @@ from ...kernels.chunks import gather_chunks
 from ...kernels.layers import copy_rows
 from ...kernels.selection import STEP_ROWS
 from ...tp.model.config import ModelConfig
-from ...tp.pages import HUGE_PAGE, begins_as_zeros, has_huge_pages, lasting_memory
+from ...tp.pages import HUGE_PAGE, has_huge_pages, in_new_pages, lasting_memory
 from ..held import Held
 from .link import Traffic
 from .placement import Placement
@@ -196,7 +196,8 @@ class DeviceBlocks:
         self._clean = [0] * config.num_layers  # number of first blocks that have only finite values
         # By layer: the number of first blocks that may have other values behind their tokens. New pages are zeros, and
         # are not touched only to fill them with zeros; but what is restored from a damaged file may stay in them.
-        self._doubtful = [0 if begins_as_zeros(one.nbytes, device) else len(one) for one in self._layers]
+        self._in_new_pages = list(map(in_new_pages, self._layers))
+        self._doubtful = [0 if new else len(one) for one, new in zip(self._layers, self._in_new_pages, strict=True)]
         self._touched = [0] * config.num_layers  # the maximum number of tokens so far, without those of steps
         self._stepped = 0  # the position behind the last token of a step, in any layer
         self._footprint: tuple[list[int], Footprint] | None = None  # and the tokens by layer when it was computed
@@ -217,7 +218,8 @@ class DeviceBlocks:
     def footprint(self) -> Footprint:
         touched = [max(tokens, self._stepped) for tokens in self._touched]
         if self._footprint is None or self._footprint[0] != touched:
-            untouched = sum(map(self._untouched_bytes, self._layers, touched))
+            layers = zip(self._layers, touched, self._in_new_pages, strict=True)
+            untouched = sum(self._untouched_bytes(blocks, tokens) for blocks, tokens, new in layers if new)
             self._footprint = touched, Footprint(untouched=untouched)
         return self._footprint[1]
 

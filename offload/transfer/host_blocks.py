@@ -23,13 +23,13 @@ from math import prod
 from threading import Lock
 from typing import cast
 
-import psutil
 import torch
 from torch import Tensor
 
 from ...kernels.chunks import gather_chunks
 from ...kernels.packing import gather_packed, unpack
 from ...tp.errors import CapacityError
+from ...tp.pages import available_memory
 from ..limits import MOST_TOGETHER
 from .host_memory import HostMemory
 from .link import Arrival, Link, LinkError
@@ -162,7 +162,7 @@ class Overflow:
             if self._free:
                 return self._free.pop()
         size = prod(self._shape) * self._dtype.itemsize
-        if psutil.virtual_memory().available < size + _LEFT_FREE:
+        if available_memory() < size + _LEFT_FREE:
             raise CapacityError(
                 f"{self.blocks + 1:,} blocks of the KV cache cannot be packed, and there is no memory to keep one more "
                 "unpacked; give --pack off, free memory, or shorten the prompt"

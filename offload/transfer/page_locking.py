@@ -10,18 +10,16 @@ from __future__ import annotations
 
 import math
 import mmap
-import os
 import time
 import weakref
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from ...tp.errors import CapacityError
-from ...tp.pages import new_pages
+from ...tp.pages import PAGES_A_THREAD, new_pages, touch_pages
 from ...tp.units import gib
 from ..limits import MOST_TOGETHER
 
@@ -30,12 +28,6 @@ LARGEST_PIECE = 4 * 2**30
 
 LEAST_TRIED = 2**26
 """Minimum number of bytes that `lockable` tries. Blocks cannot stream with less."""
-
-MOST_THREADS = 16
-"""Maximum number of threads that write to new pages. More would wait for the system's locks."""
-
-PAGES_A_THREAD = 4096
-"""New pages for which one more thread is started."""
 
 
 class PageLocking(Protocol):
@@ -75,7 +67,7 @@ def locked_memory(
     locked: list[int] = []
     weakref.finalize(memory.untyped_storage(), _unlock, runtime, locked)
     for first, stop in pieces(size, MOST_TOGETHER * block, largest_piece):
-        _touch(memory[first:stop], pages_a_thread)
+        touch_pages(memory[first:stop], pages_a_thread)
         status = runtime.lock_pages(start + first, stop - first)
         if status != 0:
             runtime.clear_error()
@@ -119,22 +111,6 @@ def pieces(size: int, block: int, largest: int = LARGEST_PIECE) -> list[tuple[in
     step = math.lcm(block, mmap.PAGESIZE)
     step *= max(1, largest // step)
     return [(first, min(first + step, size)) for first in range(0, size, step)]
-
-
-def _touch(memory: Tensor, pages_a_thread: int) -> None:
-    """Writes to every page from several threads, so that the system allocates the pages."""
-    pages = memory[:: mmap.PAGESIZE]
-    threads = min(MOST_THREADS, os.cpu_count() or 1, -(-len(pages) // pages_a_thread))
-    if threads == 1:
-        pages.zero_()
-        return
-    with ThreadPoolExecutor(threads) as pool:
-        list(pool.map(_write, pages.chunk(4 * threads)))
-
-
-@torch.inference_mode()  # set for each thread separately; the memory may have been made in this mode
-def _write(pages: Tensor) -> None:
-    pages.zero_()
 
 
 def _unlock(runtime: PageLocking, addresses: list[int]) -> None:

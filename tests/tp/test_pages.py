@@ -81,7 +81,7 @@ def test_weights_come_where_those_were_that_they_were_put_together_from():
     assert all((one == layer).all() for layer, one in enumerate(held))
     size = sum(len(one) for one in held)
     assert size < len(taken) * mmap.PAGESIZE < 1.2 * size
-    kept = [weakref.ref(room.piece()) for room in pieces._rooms if room.piece()]
+    kept = [weakref.ref(room.pages()) for room in pieces._rooms if room.pages()]
     assert kept
     del held, parts
     gc.collect()

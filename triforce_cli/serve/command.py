@@ -49,7 +49,7 @@ def serve(options: ServeOptions, call: Call) -> None:
 
     if options.api_key is None:
         Access.of(options)  # refused before anything is downloaded or started
-    if starts_or_follows(options, call, goes_on=True):
+    if starts_or_follows(options, call, goes_on=True, reserves=True):
         return
     limit_free_memory()
     access = Access.of(options)

@@ -6,7 +6,9 @@ import ctypes
 import gc
 from contextlib import suppress
 
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
+from ...tp.pages import free_reserve
+
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -3, -4, -8
 
 _MAPPED_BYTES = 2**25
 """Pieces of at least this number of bytes are returned to the system as soon as they are free. Each pass of the model
@@ -15,6 +17,9 @@ took 8 % more time (AMD EPYC, Zen 4, two cores)."""
 
 _KEPT_BYTES = 2**28
 """The maximum of free memory that is kept while something runs, approximately."""
+
+_RESERVED_BYTES = 2**29
+"""The free memory that `FreeMemory.reserve` takes."""
 
 
 class _Allocated(ctypes.Structure):
@@ -41,6 +46,28 @@ class FreeMemory:
 
     def __init__(self) -> None:
         self._given = 0  # bytes that the C library counts as free, but whose pages were returned
+        self._reserved = False
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that this process keeps and does not use: those of the C library, and those of `reserve_memory`."""
+        return max(0, (_free_bytes() or 0) - self._given) + free_reserve()
+
+    def reserve(self) -> None:
+        """Takes `_RESERVED_BYTES` of free memory now, which stays with this process from here on. Later allocations of
+        any size come from it, as long as it suffices. Only with glibc."""
+        library = ctypes.CDLL(None)
+        if _free_bytes() is None:
+            return
+        library.mallopt(_M_MMAP_MAX, 0)
+        library.mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
+        library.malloc.restype = ctypes.c_void_p
+        block = library.malloc(ctypes.c_size_t(_RESERVED_BYTES))
+        if block:
+            ctypes.memset(block, 1, _RESERVED_BYTES)
+            library.free(ctypes.c_void_p(block))
+        self._given = min(self._given, max(0, (_free_bytes() or 0) - _RESERVED_BYTES))
+        self._reserved = True
 
     def give_back(self, *, freeze: bool, runs: bool) -> None:
         """Frees unreferenced objects, and returns free memory to the system.
@@ -48,7 +75,7 @@ class FreeMemory:
         Args:
             freeze: whether Python's garbage collector ignores all objects that exist now from here on.
             runs: whether anything is being answered or read. Its next passes take the free memory again, so up to
-                `_KEPT_BYTES` of it are kept.
+                `_KEPT_BYTES` of it are kept. After `reserve`, up to twice what was reserved is always kept.
         """
         # What refers to itself, as an error and the frames it came through may, holds a request's body until Python
         # looks for it: by itself when a quarter as much is new as there is, which is all that was imported. Without
@@ -58,10 +85,13 @@ class FreeMemory:
             gc.freeze()
         free = _free_bytes()
         self._given = min(self._given, free or 0)
-        if not runs or free is None or free - self._given > _KEPT_BYTES:
+        kept = 2 * _RESERVED_BYTES if self._reserved else _KEPT_BYTES if runs else 0
+        if free is None or free - self._given > kept:
             with suppress(AttributeError):
                 ctypes.CDLL(None).malloc_trim(0)
             self._given = _free_bytes() or 0
+            if self._reserved:
+                self.reserve()
 
 
 def _free_bytes() -> int | None:

@@ -164,6 +164,12 @@ class Server:
             saved_text(options.context, config)
         self._note = note
         metrics, limits = Metrics(), (limits or ServerLimits()).of_model(config.max_position_embeddings)
+        self._memory = FreeMemory()
+        metrics.watch(
+            "free_memory_bytes",
+            "Host memory that the process keeps for later use; of rank 0 if there are several ranks",
+            lambda: self._memory.num_bytes,
+        )
         self.worker = Worker(options, directories[0], metrics, note)
         self.service = Service(options, directories[0], config, self.worker, limits)
         self.app = make_app(self.service, access, metrics, note)
@@ -215,10 +221,12 @@ class Server:
         return stopped
 
     def _give_memory_back(self) -> None:
-        frozen, memory = False, FreeMemory()
+        frozen = False
         while not self._ended.wait(_TRIM_S):
             freeze = not frozen and self.worker.state == "ready"
-            memory.give_back(freeze=freeze, runs=self.worker.running > 0)
+            self._memory.give_back(freeze=freeze, runs=self.worker.running > 0)
+            if freeze and self.worker.reserves:
+                self._memory.reserve()
             frozen |= freeze
 
 

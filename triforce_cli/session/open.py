@@ -90,17 +90,20 @@ def engine_in_words(engine: Engine, model: str) -> str:
     return f"{model}, {num_parameters(target.config) / 1e6:,.1f} M parameters, {dtype} on {where}"
 
 
-def follow_rank_0(options: EngineOptions, *, goes_on: bool = False) -> None:
+def follow_rank_0(options: EngineOptions, *, goes_on: bool = False, reserves: bool = False) -> None:
     """Runs a rank above 0. It computes the same steps as rank 0, and reads, prints and writes nothing.
 
     Args:
         goes_on: whether rank 0 starts several runs, each of which continues from the one before, even after a run that
             did not fit.
+        reserves: whether rank 0 calls `Engine.reserve_memory`.
 
     Raises:
         TriforceError: as on rank 0, or another rank has ended.
     """
     engine = load_engine(options, None, ROOM if goes_on else 0)
+    if reserves:
+        engine.reserve_memory()
     while True:
         try:
             run = engine.follow()

@@ -53,9 +53,8 @@ _NEAR = 1e-3
 
 _EARLY_S = 180.0
 """After so long under load clients pause, and it is seen what the server holds while nobody asks: at the end, without
-the KV cache, whose limit is its own, it may be `_MOST_GROWTH` times that. So may what it holds under load be of what it
-held then, which depends on what clients send at that moment, too: hence the means beside it. A run of less than nine
-minutes pauses after a third."""
+the KV cache, whose limit is its own, and without free memory, it may be `_MOST_GROWTH` times that. So may the resident
+memory under load be of what it was then. A run of less than nine minutes pauses after a third."""
 
 _SETTLE_S = 90.0
 """How long connections may take to end after the load; those that nobody reads take 60 s."""
@@ -64,7 +63,9 @@ _RESTED = 4
 """Looks, 5 s apart, at which nothing must run before what is held is looked at: a body whose client has left may still
 become a prompt, and what it took goes back to the system a moment later."""
 
-_MEMORY = ("settled", "settled_kv_cache", "means", "highest")
+_MEMORY = ("settled", "settled_kv_cache", "settled_free_memory", "means", "highest")
+_OF_MEMORY = ("kv_cache_bytes", "free_memory_bytes")
+"""Metrics of the server: what the KV cache takes, and what it keeps for later use."""
 
 _EXPECTED = "was removed meanwhile", "to keep the quota"
 """In what the log says of a context that a client removes while another request waits to read it, and of one that gives
@@ -373,7 +374,7 @@ class HostileLoad:
         if metrics.status != 200:
             return found | {"health": f"/metrics got {metrics.status}: {metrics.body[:200]!r}"}
         told = figures_of(metrics)
-        names = "queue_length", "running_answers", "unread_total", "kv_cache_bytes", "generated_tokens_total"
+        names = "queue_length", "running_answers", "unread_total", "generated_tokens_total", *_OF_MEMORY
         return found | {name: told[f"triforce_{name}"] for name in names}
 
     async def _settle(self, descriptors: int) -> dict[str, Any]:
@@ -428,7 +429,7 @@ class HostileLoad:
                 ],
                 "highest_after_bytes": max(x["rss_bytes"] for x in self._samples if x["second"] >= mark_s),
                 "settled_bytes": [one["rss_bytes"] for one in (early, last)],
-                "settled_kv_cache_bytes": [one.get("kv_cache_bytes", math.nan) for one in (early, last)],
+                **{f"settled_{name}": [one.get(name, math.nan) for one in (early, last)] for name in _OF_MEMORY},
                 "means_bytes": [statistics.fmean(several) for several in windows if several],
                 "highest_bytes": [max(several) for several in windows if several],
             },
@@ -454,14 +455,16 @@ class HostileLoad:
 def promises(given: argparse.Namespace, found: dict[str, Any]) -> list[dict[str, Any]]:
     """What must hold, whether it was kept, and the figures that say so."""
     honest, memory, faults, bodies = found["honest"], found["memory"], found["faults"]["count"], found["fuzzed_bodies"]
-    lasting = [a - b for a, b in zip(memory["settled_bytes"], memory["settled_kv_cache_bytes"], strict=True)]
+    settled = [memory[f"settled_{name}"] for name in ("bytes", *_OF_MEMORY)]
+    lasting = [resident - kv - free for resident, kv, free in zip(*settled, strict=True)]
     health, ended = found["health"], found["alive"] and found["exit_code"] == 143
     mib = {name: ", ".join(f"{one / 2**20:,.0f}" for one in memory[f"{name}_bytes"]) for name in _MEMORY}
     at_mark, highest = (memory[f"{name}_bytes"] for name in ("at_mark", "highest_after"))
     after = memory["means_bytes"][1:]
     means = f"x {after[-1] / after[0]:.3f} from the first to the last" if len(after) > 1 else "too few to compare"
     loaded = f"x {highest / at_mark:.3f}; 3-minute means {mib['means']} ({means}), at most {mib['highest']} MiB"
-    growth = f"x {lasting[1] / lasting[0]:.3f}, {mib['settled']} MiB with {mib['settled_kv_cache']} of KV cache"
+    growth = f"x {lasting[1] / lasting[0]:.3f}, {mib['settled']} MiB with {mib['settled_kv_cache']} of KV cache and "
+    growth += f"{mib['settled_free_memory']} of free memory"
     came = honest["answered"] == honest["asked"] > 0
 
     def flat(name: str, since: str) -> tuple[str, bool, str]:

@@ -43,6 +43,8 @@ class Worker:
         self._changing = threading.Lock()  # the state, which other threads change too
         self.engine: Engine | None = None
         """The engine, after it is loaded."""
+        self.reserves = False
+        """Whether the engine has taken the memory of later caches; see `Engine.reserve_memory`."""
         self.error: BaseException | None = None
         """The error with which the worker failed."""
         self.ended = threading.Event()
@@ -104,6 +106,7 @@ class Worker:
             if engine.contexts:
                 self._read_fingerprint(engine.contexts)
             engine.start_threads()  # now, so that their number stays as it is
+            self.reserves = engine.reserve_memory() > 0
             self.engine = engine
             if self._enter("ready"):
                 self._note("ready")
