@@ -1,9 +1,11 @@
 """Each method of an engine does what its page says, through the names that `triforce.offload` exports alone."""
 
+import os
+
 import psutil
 import pytest
 import torch
-from command import VOCABULARY, save_tokenizer
+from command import VOCABULARY, Fork, save_tokenizer
 from tiny import greedy_oracle, random_tokens, save_llama
 from tokenizers import Tokenizer
 from triforce.offload import (
@@ -181,3 +183,18 @@ def test_threads_that_are_started_early_are_not_started_later(load):
     during = [psutil.Process().num_threads() for _ in run]
     assert run.stats()["link"]["bytes_streamed"] > 0
     assert before + 1 < started and max(during) <= started, (before, started, max(during))
+
+
+def test_reserved_memory_is_taken_at_once_and_used_by_runs(load, oracle):
+    def check():
+        engine, process = load(host_memory=0.4), psutil.Process()
+        before = process.memory_info().rss
+        size = engine.reserve_memory()
+        taken = process.memory_info().rss - before
+        assert 2**24 < size < 0.4 * 2**30 and 0.95 * size < taken < 1.05 * size + 2**22
+        assert engine.generate(PROMPT, GREEDY, NEW).token_ids == oracle[2]
+        assert load().reserve_memory() == 0
+
+    with open(os.devnull, "rb") as nothing:
+        fork = Fork(check, (nothing.fileno(), 1, 2), os.environ)  # what is reserved stays with a process
+        assert fork.wait(120) == 0

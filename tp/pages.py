@@ -46,7 +46,7 @@ def aligned_memory(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     if (reserved := _reserved(size)) is not None:
         memory = reserved
     elif size >= HUGE_PAGE:
-        memory = torch.frombuffer(new_pages(size), dtype=torch.uint8, count=size)
+        memory = _part(_beside_reserve(new_pages(size), size), 0, size)
     else:
         memory = torch.empty(size + mmap.PAGESIZE, dtype=torch.uint8)
         first = -memory.data_ptr() % mmap.PAGESIZE
@@ -116,7 +116,8 @@ def lasting_memory(shape: Sequence[int], dtype: torch.dtype, device: torch.devic
         return torch.empty(shape, dtype=dtype, device=device)
     if (reserved := _reserved(size)) is not None:
         return reserved.view(dtype).view(*shape)
-    return _part(*_lasting_pages(size), size).view(dtype).view(*shape)
+    pages, first = _lasting_pages(size)
+    return _part(_beside_reserve(pages, size), first, size).view(dtype).view(*shape)
 
 
 def in_new_pages(memory: Tensor) -> bool:
@@ -213,6 +214,13 @@ class _Rooms:
             self._join()
             return sum(room.size for room in self._rooms)
 
+    @property
+    def largest_bytes(self) -> int:
+        """The size of the largest range, in bytes."""
+        with self._lock:
+            self._join()
+            return self._rooms[-1].size if self._rooms else 0
+
     def _join(self) -> None:
         """Adds the ranges that became free, joins adjacent ranges, and removes those of freed pages."""
         if not self._left:
@@ -244,13 +252,27 @@ class _Reserve(_Rooms):
         """Whether `memory` is a part of this."""
         return 0 <= memory.data_ptr() - self._memory.data_ptr() < self._memory.nbytes
 
+    def exchange(self, size: int, pages: mmap.mmap) -> None:
+        """Gives free pages of `size` bytes back to the system, because no range had room for that much, and it was
+        taken in new `pages`. As long as these exist, nothing else takes what was given back, so this process does not
+        grow."""
+        given: list[Tensor] = []
+        while size > 0 and (largest := self.largest_bytes) and (found := self.take(min(size, largest))) is not None:
+            given.append(found)
+            size -= len(found)
+        for found in given if hasattr(mmap, "MADV_DONTNEED") else ():
+            first = found.data_ptr() - torch.frombuffer(self._pages, dtype=torch.uint8).data_ptr()
+            self._pages.madvise(mmap.MADV_DONTNEED, first, len(found))
+        weakref.finalize(pages, given.clear).atexit = False
+
 
 _reserve: _Reserve | None = None
 
 
 def reserve_memory(size: int) -> None:
-    """Takes `size` bytes of host memory from the system now, and keeps them as long as this process runs. Large memory,
-    on a CPU also `lasting_memory`, is taken from them as long as they have room for it.
+    """Takes `size` bytes of host memory from the system now. `lasting_memory` on a CPU, and `aligned_memory`, are taken
+    from them as long as this process runs. Where no free part of them is large enough, new pages are taken in exchange
+    for free ones.
 
     Raises:
         CapacityError: the system refuses this much memory.
@@ -264,6 +286,13 @@ def _reserved(size: int) -> Tensor | None:
     if _reserve is None or size < _SMALL:
         return None
     return _reserve.take(size, HUGE_PAGE if size >= HUGE_PAGE else mmap.PAGESIZE)
+
+
+def _beside_reserve(pages: mmap.mmap, size: int) -> mmap.mmap:
+    """These new pages, in exchange for as many of the reserve, if there is one."""
+    if _reserve is not None:
+        _reserve.exchange(size, pages)
+    return pages
 
 
 def free_reserve() -> int:

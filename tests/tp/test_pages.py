@@ -4,12 +4,19 @@ import errno
 import gc
 import mmap
 import os
+import random
 import weakref
 
+import psutil
 import pytest
 import torch
 from triforce.tp.errors import CapacityError
-from triforce.tp.pages import HUGE_PAGE, _Pieces, aligned_memory, lasting_memory, weight_memory
+from triforce.tp.pages import HUGE_PAGE, _Pieces, _Reserve, aligned_memory, lasting_memory, new_pages, weight_memory
+
+
+def resident():
+    """Bytes of memory that this process takes."""
+    return psutil.Process().memory_info().rss
 
 
 @pytest.mark.parametrize("shape", [(0,), (3, 100), (5, 2**20 + 8), (2**21,)])
@@ -92,3 +99,67 @@ def test_of_thousands_of_pieces_few_rooms_are_kept():
     pieces = _Pieces()
     held = [pieces.take(2**24 + 5) for _ in range(200)]  # nothing is written
     assert len(pieces._rooms) <= 64 and len({one.data_ptr() for one in held}) == 200
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_reserve_gives_each_page_to_one_tensor_and_takes_it_back(seed):
+    chance = random.Random(seed)
+    size = 12 * HUGE_PAGE + 5 * mmap.PAGESIZE
+    reserve, held = _Reserve(size), {}
+    assert reserve.free_bytes == size
+    for number in range(600):
+        if held and chance.random() < 0.45:
+            del held[chance.choice(list(held))]
+        wanted, alignment = int(2 ** chance.uniform(10, 23)), chance.choice([mmap.PAGESIZE, HUGE_PAGE])
+        found = None  # the one before, if it is not held
+        free = reserve.free_bytes
+        found = reserve.take(wanted, alignment)
+        if found is None:
+            assert reserve.free_bytes == free
+            continue
+        assert len(found) == wanted == found.untyped_storage().nbytes() and found.data_ptr() % alignment == 0
+        assert reserve.has(found) and reserve.free_bytes == free - -(-wanted // mmap.PAGESIZE) * mmap.PAGESIZE
+        held[number] = found.fill_(number % 251)
+        assert all((one == of % 251).all() for of, one in held.items())
+    assert held and not reserve.has(torch.empty(2**20))
+    held.clear()
+    del found
+    assert reserve.free_bytes == size and reserve.take(size + 1) is None
+    assert len(reserve.take(size)) == size
+    assert len(reserve.take(12 * HUGE_PAGE, HUGE_PAGE)) == 12 * HUGE_PAGE
+
+
+def test_a_view_keeps_its_part_of_a_reserve():
+    reserve = _Reserve(2**20)
+    view = reserve.take(2**20).fill_(7).view(torch.int32).view(4, -1)[2:]
+    assert reserve.take(1) is None and reserve.free_bytes == 0
+    assert (view == 0x07070707).all()
+    del view
+    assert reserve.free_bytes == 2**20
+
+
+def test_what_finds_no_room_in_one_piece_is_taken_in_exchange_for_free_pages():
+    """The system gives new pages, and gets as many back, until those are freed."""
+    size = 16 * HUGE_PAGE
+    reserve = _Reserve(size)
+    parts = [reserve.take(HUGE_PAGE, HUGE_PAGE).fill_(number) for number in range(16)]
+    kept = parts[::2]
+    del parts
+    free = reserve.free_bytes
+    assert free == 8 * HUGE_PAGE and reserve.take(3 * HUGE_PAGE) is None
+    before = resident()
+    pages = new_pages(3 * HUGE_PAGE)
+    reserve.exchange(3 * HUGE_PAGE, pages)
+    torch.frombuffer(pages, dtype=torch.uint8).fill_(9)
+    assert reserve.free_bytes == free - 3 * HUGE_PAGE and resident() - before < HUGE_PAGE
+    assert all((part == 2 * number).all() for number, part in enumerate(kept))
+    del pages
+    gc.collect()
+    assert reserve.free_bytes == free and resident() - before < -2 * HUGE_PAGE
+    others = [reserve.take(HUGE_PAGE).fill_(7) for _ in range(8)]  # what was given back is taken anew
+    assert abs(resident() - before) < HUGE_PAGE and reserve.free_bytes == 0
+    assert all((part == 2 * number).all() for number, part in enumerate(kept))
+    pages = new_pages(HUGE_PAGE)
+    reserve.exchange(HUGE_PAGE, pages)  # for nothing, as nothing is free
+    del pages, others
+    assert reserve.free_bytes == free

@@ -3,6 +3,7 @@
 import json
 import shutil
 
+import psutil
 import pytest
 from command import TEXT, run_here, undocumented
 from templates import TEMPLATE, with_template
@@ -285,6 +286,21 @@ def test_metrics_count_what_was_answered(serving):
     assert float(values["triforce_time_between_tokens_seconds_count"]) == tokens - 1
     assert float(values["triforce_queue_length"]) == float(values["triforce_running_answers"]) == 0
     assert "process_resident_memory_bytes" in values and float(values["triforce_kv_cache_bytes"]) > 0
+
+
+def test_a_server_takes_at_its_start_what_it_may_take(serving):
+    with serving(host_memory=0.5) as server:
+        process, body = psutil.Process(server.fork.pid), {"prompt": "It was", "max_tokens": 6, "temperature": 0}
+        server.wait_for(lambda: server.metric("free_memory_bytes") > 2**29)
+        wanted = server.complete(**body).json["choices"]
+        free, taken = server.metric("free_memory_bytes"), process.memory_info().rss
+        assert taken > 0.5 * 2**30 + 2**29
+        wide = b'{"max_tokens": 1, "prompt": [' + b"0," * 700_000 + b"0]}"
+        for _ in range(3):
+            assert server.ask("POST", "/v1/completions", wide).status == 400
+            assert server.complete(**body, seed=1).json["choices"] == wanted
+        assert server.metric("free_memory_bytes") > free - 2**24
+        assert process.memory_info().rss < taken + 2**25
 
 
 def test_metrics_count_what_is_uploaded_and_what_streams(serving, tmp_path, monkeypatch):
