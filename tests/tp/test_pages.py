@@ -1,5 +1,6 @@
 """Host memory in pages: aligned, its own, and a clear error where the system gives none."""
 
+import ctypes
 import errno
 import gc
 import mmap
@@ -11,7 +12,7 @@ import psutil
 import pytest
 import torch
 from triforce.tp.errors import CapacityError
-from triforce.tp.pages import HUGE_PAGE, _Pieces, _Reserve, aligned_memory, lasting_memory, new_pages, weight_memory
+from triforce.tp.pages import HUGE_PAGE, _Pieces, _Reserve, aligned_memory, lasting_memory, weight_memory
 
 
 def resident():
@@ -138,28 +139,44 @@ def test_a_view_keeps_its_part_of_a_reserve():
     assert reserve.free_bytes == 2**20
 
 
-def test_what_finds_no_room_in_one_piece_is_taken_in_exchange_for_free_pages():
-    """The system gives new pages, and gets as many back, until those are freed."""
-    size = 16 * HUGE_PAGE
-    reserve = _Reserve(size)
-    parts = [reserve.take(HUGE_PAGE, HUGE_PAGE).fill_(number) for number in range(16)]
+@pytest.mark.parametrize("odd", [0, 5 * mmap.PAGESIZE], ids=["huge pages", "others"])
+def test_what_finds_no_room_in_one_range_is_gathered_from_several(odd):
+    """Its pages are those that are free: this process does not grow."""
+    reserve = _Reserve(16 * (HUGE_PAGE + odd))
+    parts = [reserve.take(HUGE_PAGE + odd).fill_(number) for number in range(16)]
     kept = parts[::2]
     del parts
-    free = reserve.free_bytes
-    assert free == 8 * HUGE_PAGE and reserve.take(3 * HUGE_PAGE) is None
+    free, size = reserve.free_bytes, 4 * HUGE_PAGE + 77
+    assert free == 8 * (HUGE_PAGE + odd) and reserve.take(size) is None
     before = resident()
-    pages = new_pages(3 * HUGE_PAGE)
-    reserve.exchange(3 * HUGE_PAGE, pages)
-    torch.frombuffer(pages, dtype=torch.uint8).fill_(9)
-    assert reserve.free_bytes == free - 3 * HUGE_PAGE and resident() - before < HUGE_PAGE
-    assert all((part == 2 * number).all() for number, part in enumerate(kept))
-    del pages
-    gc.collect()
-    assert reserve.free_bytes == free and resident() - before < -2 * HUGE_PAGE
-    others = [reserve.take(HUGE_PAGE).fill_(7) for _ in range(8)]  # what was given back is taken anew
+    for number in range(3):
+        gathered = reserve.gather(size)
+        assert reserve.has(gathered) and len(gathered) == size == gathered.untyped_storage().nbytes()
+        assert gathered.data_ptr() % HUGE_PAGE == 0
+        gathered.fill_(100 + number)
+        assert reserve.free_bytes == free - 4 * HUGE_PAGE - mmap.PAGESIZE and abs(resident() - before) < HUGE_PAGE
+        assert reserve.gather(reserve.free_bytes + 1) is None
+        view, place = gathered[3:].view(-1, 2), gathered.data_ptr()
+        del gathered
+        gc.collect()
+        assert (view == 100 + number).all()
+        del view
+        assert reserve.free_bytes == free and abs(resident() - before) < HUGE_PAGE and place not in reserve._gathered
+    others = [reserve.take(HUGE_PAGE + odd).fill_(7) for _ in range(8)]
     assert abs(resident() - before) < HUGE_PAGE and reserve.free_bytes == 0
     assert all((part == 2 * number).all() for number, part in enumerate(kept))
-    pages = new_pages(HUGE_PAGE)
-    reserve.exchange(HUGE_PAGE, pages)  # for nothing, as nothing is free
-    del pages, others
-    assert reserve.free_bytes == free
+    assert all((part == 7).all() for part in others) and reserve.gather(1) is None
+
+
+def test_where_pages_cannot_be_moved_they_are_taken_anew(monkeypatch):
+    class Library:
+        def __init__(self, name): ...
+
+    monkeypatch.setattr(ctypes, "CDLL", Library)
+    reserve = _Reserve(4 * HUGE_PAGE)
+    parts = [reserve.take(HUGE_PAGE).fill_(7) for _ in range(4)]
+    del parts[::2]
+    gathered = reserve.gather(2 * HUGE_PAGE).fill_(9)
+    assert reserve.free_bytes == 0
+    del gathered
+    assert reserve.free_bytes == 2 * HUGE_PAGE and all((part == 7).all() for part in parts)
