@@ -291,7 +291,7 @@ _MREMAP_MAYMOVE, _MREMAP_FIXED, _MREMAP_DONTUNMAP = 1, 2, 4
 
 
 def _move_pages(source: int, target: int, size: int) -> None:
-    """Moves pages from one address to another, without copying them. Both remain valid addresses. The source consists of
+    """Moves pages from one address to another, without copying them. Both addresses stay valid. The source consists of
     zeros afterwards, which take no memory until they are written to. Where the system cannot do this, nothing is moved,
     so the target takes new pages."""
     with suppress(AttributeError):  # only Linux has it

@@ -1,4 +1,4 @@
-"""Host memory that an engine takes in advance: texts do not depend on what it held before, and nothing else is taken."""
+"""Host memory that an engine takes in advance: texts do not depend on what it held, and nothing else is taken."""
 
 import os
 import tempfile
