@@ -102,11 +102,17 @@ def test_of_thousands_of_pieces_few_rooms_are_kept():
     assert len(pieces._rooms) <= 64 and len({one.data_ptr() for one in held}) == 200
 
 
+def taken(reserve, size, *alignment):
+    found = reserve.take(size, *alignment)
+    assert found is not None
+    return found
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_a_reserve_gives_each_page_to_one_tensor_and_takes_it_back(seed):
     chance = random.Random(seed)
     size = 12 * HUGE_PAGE + 5 * mmap.PAGESIZE
-    reserve, held = _Reserve(size), {}
+    reserve, held, found = _Reserve(size), {}, None
     assert reserve.free_bytes == size
     for number in range(600):
         if held and chance.random() < 0.45:
@@ -126,13 +132,13 @@ def test_a_reserve_gives_each_page_to_one_tensor_and_takes_it_back(seed):
     held.clear()
     del found
     assert reserve.free_bytes == size and reserve.take(size + 1) is None
-    assert len(reserve.take(size)) == size
-    assert len(reserve.take(12 * HUGE_PAGE, HUGE_PAGE)) == 12 * HUGE_PAGE
+    assert len(taken(reserve, size)) == size
+    assert len(taken(reserve, 12 * HUGE_PAGE, HUGE_PAGE)) == 12 * HUGE_PAGE
 
 
 def test_a_view_keeps_its_part_of_a_reserve():
     reserve = _Reserve(2**20)
-    view = reserve.take(2**20).fill_(7).view(torch.int32).view(4, -1)[2:]
+    view = taken(reserve, 2**20).fill_(7).view(torch.int32).view(4, -1)[2:]
     assert reserve.take(1) is None and reserve.free_bytes == 0
     assert (view == 0x07070707).all()
     del view
@@ -143,7 +149,7 @@ def test_a_view_keeps_its_part_of_a_reserve():
 def test_what_finds_no_room_in_one_range_is_gathered_from_several(odd):
     """Its pages are those that are free: this process does not grow."""
     reserve = _Reserve(16 * (HUGE_PAGE + odd))
-    parts = [reserve.take(HUGE_PAGE + odd).fill_(number) for number in range(16)]
+    parts = [taken(reserve, HUGE_PAGE + odd).fill_(number) for number in range(16)]
     kept = parts[::2]
     del parts
     free, size = reserve.free_bytes, 4 * HUGE_PAGE + 77
@@ -151,7 +157,11 @@ def test_what_finds_no_room_in_one_range_is_gathered_from_several(odd):
     before = resident()
     for number in range(3):
         gathered = reserve.gather(size)
-        assert reserve.has(gathered) and len(gathered) == size == gathered.untyped_storage().nbytes()
+        assert (
+            gathered is not None
+            and reserve.has(gathered)
+            and len(gathered) == size == gathered.untyped_storage().nbytes()
+        )
         assert gathered.data_ptr() % HUGE_PAGE == 0
         gathered.fill_(100 + number)
         assert reserve.free_bytes == free - 4 * HUGE_PAGE - mmap.PAGESIZE and abs(resident() - before) < HUGE_PAGE
@@ -162,7 +172,7 @@ def test_what_finds_no_room_in_one_range_is_gathered_from_several(odd):
         assert (view == 100 + number).all()
         del view
         assert reserve.free_bytes == free and abs(resident() - before) < HUGE_PAGE and place not in reserve._gathered
-    others = [reserve.take(HUGE_PAGE + odd).fill_(7) for _ in range(8)]
+    others = [taken(reserve, HUGE_PAGE + odd).fill_(7) for _ in range(8)]
     assert abs(resident() - before) < HUGE_PAGE and reserve.free_bytes == 0
     assert all((part == 2 * number).all() for number, part in enumerate(kept))
     assert all((part == 7).all() for part in others) and reserve.gather(1) is None
@@ -174,9 +184,10 @@ def test_where_pages_cannot_be_moved_they_are_taken_anew(monkeypatch):
 
     monkeypatch.setattr(ctypes, "CDLL", Library)
     reserve = _Reserve(4 * HUGE_PAGE)
-    parts = [reserve.take(HUGE_PAGE).fill_(7) for _ in range(4)]
+    parts = [taken(reserve, HUGE_PAGE).fill_(7) for _ in range(4)]
     del parts[::2]
-    gathered = reserve.gather(2 * HUGE_PAGE).fill_(9)
-    assert reserve.free_bytes == 0
+    gathered = reserve.gather(2 * HUGE_PAGE)
+    assert gathered is not None and reserve.free_bytes == 0
+    gathered.fill_(9)
     del gathered
     assert reserve.free_bytes == 2 * HUGE_PAGE and all((part == 7).all() for part in parts)

@@ -100,6 +100,7 @@ def test_what_needs_one_range_is_gathered_from_several(models):
         engine = reserving(models, "llama")
         engine.generate(prompt, GREEDY, 8)
         size = engine.reserve_memory()
+        assert pages._reserve
         pages._reserve._memory.fill_(255)
         parts = [pages.aligned_memory((2**20,), torch.uint8) for _ in range(size // 2**20)]
         kept = parts[::2]

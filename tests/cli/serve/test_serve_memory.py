@@ -1,0 +1,62 @@
+"""The free memory of a server, in an interpreter of its own: this one's C library has several arenas by now."""
+
+import subprocess
+import sys
+
+import pytest
+
+SCRIPT = """
+import threading
+
+import psutil
+
+from triforce.cli.serve.memory import FreeMemory, limit_free_memory
+
+MIB = 2**20
+
+
+def resident():
+    return psutil.Process().memory_info().rss / MIB
+
+
+def in_a_thread(call):
+    thread = threading.Thread(target=call)
+    thread.start()
+    thread.join()
+
+
+def wide():
+    many = [b"1" * MIB for _ in range(40)]
+    one = b"1" * (200 * MIB)
+    assert len(many) == 40 and len(one) == 200 * MIB
+
+
+limit_free_memory()
+memory, before = FreeMemory(), resident()
+assert memory.num_bytes < 16 * MIB
+in_a_thread(memory.reserve)
+taken = resident()
+assert 500 < taken - before < 530, (before, taken)
+assert 500 * MIB < memory.num_bytes < 530 * MIB
+for _ in range(3):
+    in_a_thread(wide)
+    memory.give_back(freeze=False, runs=False)
+    assert abs(resident() - taken) < 16, (taken, resident())
+    assert 490 * MIB < memory.num_bytes < 530 * MIB
+held = b"1" * (400 * MIB)
+assert memory.num_bytes < 130 * MIB
+more = [b"1" * (300 * MIB) for _ in range(4)]
+assert resident() - taken > 1000
+memory.give_back(freeze=False, runs=False)
+assert resident() - taken > 1000  # it is not free
+del held, more
+memory.give_back(freeze=False, runs=False)
+assert abs(resident() - taken) < 32, (taken, resident())
+assert 490 * MIB < memory.num_bytes < 540 * MIB
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only glibc says what is free")
+def test_free_memory_is_taken_at_once_and_kept():
+    done = subprocess.run([sys.executable, "-P", "-c", SCRIPT], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
