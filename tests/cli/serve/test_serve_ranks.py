@@ -28,7 +28,8 @@ def texts(answer):
 @pytest.mark.slow
 def test_two_ranks_answer_as_one_whoever_comes_and_goes(server, process):
     alone = [texts(server.ask("POST", "/v1/completions", asked).json) for asked in ASKED]
-    ranks = process(ranks=2)
+    ranks = process("--host-memory", 1, ranks=2)
+    assert all(psutil.Process(fork.pid).memory_info().rss > 450 * 2**20 for fork in ranks.forks)  # from their start
     assert [texts(json.load(ranks.post(asked))) for asked in ASKED] == alone
     leaves = ranks.post({"prompt": TEXT + TEXT[:90], "max_tokens": 200, "stream": True})
     leaves.readline()
