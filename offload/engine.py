@@ -15,7 +15,7 @@ from ..tp.decoder import Decoder
 from ..tp.devices import resolve_device, resolve_dtype, set_threads
 from ..tp.errors import UsageError
 from ..tp.model.config import ModelConfig
-from ..tp.pages import available_memory, reserve_memory
+from ..tp.pages import HUGE_PAGE, available_memory, reserve_memory
 from ..tp.parallel.place import Place
 from ..tp.parallel.ranks import ALONE, Ranks
 from ..tp.parallel.split import check_split
@@ -36,10 +36,10 @@ from .contexts.store import ContextStore
 from .generation import Generation, Result
 from .graphs.capture import capture_for
 from .graphs.passes import Graphs
-from .held import Held, held_bytes
+from .held import Held
 from .planning.memory import plan_here
 from .planning.request import RunRequest
-from .planning.run_plan import LEFT_TO_OTHERS, RunPlan
+from .planning.run_plan import LEFT_TO_OTHERS, RunPlan, make_plan
 from .settings import MOST_SEQUENCES, Settings
 from .speculation.grammar import Grammar, Grammars
 from .speculation.sampling import Sampling
@@ -434,11 +434,14 @@ class Engine:
         blocks on a disk. Without this call, an engine starts them when a cache first has blocks to copy."""
         self._kept.start_threads()
 
-    def reserve_memory(self) -> int:
+    def reserve_memory(self, beside: int = 0) -> int:
         """Takes the host memory of later caches from the system now, and keeps it as long as this process runs: what
-        `host_memory` leaves beside this process and the weights, but not all that is available. So this process does
-        not grow later, and other programs cannot take the memory meanwhile. Does nothing on a GPU, or without
-        `host_memory`. A collective call, before the first run.
+        `host_memory` leaves beside this process, the weights, and the temporary data of a run. Less if less is
+        available: some memory is left to others. So caches do not make this process grow later, and other programs
+        cannot take their memory meanwhile. Does nothing on a GPU, or without `host_memory`. A collective call, before
+        the first run, once per process.
+
+        Args: `beside` is the number of bytes that the caller will take on each rank besides.
 
         Returns:
             The bytes that were taken on this rank.
@@ -449,10 +452,15 @@ class Engine:
         limit, ranks = self.settings.host_memory, self.target.ranks
         if limit is None or self.target.device.type != "cpu":
             return 0
+        plan = make_plan(self._models.request(self.target.config.max_position_embeddings))
+        lasting = plan.resident_kv + plan.streamed_kv + plan.retrieval + plan.draft_kv
+        other = plan.host_total - lasting
+        still_to_come = max(0, other - plan.request.process_bytes - plan.weights) + beside
+        available = available_memory(ranks.local_size)
+        available -= int(LEFT_TO_OTHERS * available) + still_to_come
         # No rank takes memory before every rank has seen what is available.
-        (available,) = ranks.least([int((1 - LEFT_TO_OTHERS) * available_memory()) // ranks.local_size])
-        loaded = self.system.limits.process.total + held_bytes(self.held())
-        size = min(int(limit * 2**30) // ranks.local_size - loaded, available)
+        (available,) = ranks.least([available], patiently=True)
+        size = min(int(limit * 2**30) // ranks.local_size - other, available) // HUGE_PAGE * HUGE_PAGE
         if size > 0:
             reserve_memory(size)
         return max(0, size)

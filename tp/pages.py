@@ -8,8 +8,6 @@ one by one too: attention of 1 to 16 rows to 32,768 keys took 5 to 11 % less tim
 from __future__ import annotations
 
 import bisect
-import ctypes
-import itertools
 import mmap
 import os
 import threading
@@ -45,7 +43,7 @@ def aligned_memory(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         CapacityError: the system refuses this much memory.
     """
     size = prod(shape) * dtype.itemsize
-    if (reserved := _reserved(size)) is not None:
+    if (reserved := _reserved(size, HUGE_PAGE)) is not None:
         memory = reserved
     elif size >= HUGE_PAGE:
         memory = torch.frombuffer(new_pages(size), dtype=torch.uint8, count=size)
@@ -116,7 +114,7 @@ def lasting_memory(shape: Sequence[int], dtype: torch.dtype, device: torch.devic
     size = prod(shape) * dtype.itemsize
     if not on_cpu(device) or size < _SMALL:
         return torch.empty(shape, dtype=dtype, device=device)
-    if (reserved := _reserved(size)) is not None:
+    if (reserved := _reserved(size, _SMALL)) is not None:
         return reserved.view(dtype).view(*shape)
     return _part(*_lasting_pages(size), size).view(dtype).view(*shape)
 
@@ -248,79 +246,70 @@ class _Reserve(_Rooms):
         self._memory = _part(self._pages, first, size)
         touch_pages(self._memory)
         self.add(self._pages, first, first + size // mmap.PAGESIZE * mmap.PAGESIZE)
-        self._gathered: set[int] = set()  # addresses
+        self._exchanged: set[int] = set()  # addresses
 
     def has(self, memory: Tensor) -> bool:
-        """Whether `memory` is in pages of this."""
+        """Whether `memory` is in pages of this, or in pages that it exchanged."""
         address = memory.data_ptr()
-        return 0 <= address - self._memory.data_ptr() < self._memory.nbytes or address in self._gathered
+        return 0 <= address - self._memory.data_ptr() < self._memory.nbytes or address in self._exchanged
 
-    def gather(self, size: int) -> Tensor | None:
-        """A tensor uint8 `[size]` in free pages of several ranges. The pages are moved to one place, and back when the
-        tensor is deleted. `None` if there are too few."""
-        left, parts = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE, list[Tensor]()
+    def exchange(self, size: int) -> Tensor | None:
+        """A tensor uint8 `[size]` in new pages of the system. In exchange, the system gets free pages of several
+        ranges, until the tensor is deleted. So this process does not grow. `None` if too few pages are free."""
+        left, given = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE, list[Tensor]()
         while left:
-            whole = min(left, self.largest_bytes)
-            huge = whole // HUGE_PAGE * HUGE_PAGE
-            tried = (huge, HUGE_PAGE), (huge - HUGE_PAGE, HUGE_PAGE), (whole, mmap.PAGESIZE)
-            found = (self.take(n, alignment) for n, alignment in tried if n > 0)
-            part = next((one for one in found if one is not None), None)
-            if part is None:
+            part = self.take(min(left, self.largest_bytes))
+            if part is None or not len(part):
                 return None
-            parts.append(part)
+            given.append(part)
             left -= len(part)
+        for part in given:
+            self._release(self._pages, part.data_ptr(), len(part))
         pages, first = _lasting_pages(size)
         held = np.frombuffer(pages, np.uint8, size, first)
-        starts = itertools.accumulate(map(len, parts), initial=held.ctypes.data)
-        places = [(part.data_ptr(), start, len(part)) for part, start in zip(parts, starts, strict=False)]
-        for source, target, length in places:
-            _move_pages(source, target, length)
-        self._gathered.add(held.ctypes.data)
-        weakref.finalize(held, self._scatter, pages, parts, places).atexit = False
+        touch_pages(torch.from_numpy(held))
+        self._exchanged.add(held.ctypes.data)
+        weakref.finalize(held, self._exchange_back, pages, held.ctypes.data, size, given).atexit = False
         return torch.from_numpy(held)
 
-    def _scatter(self, pages: mmap.mmap, parts: list[Tensor], places: Sequence[tuple[int, int, int]]) -> None:
-        """Moves what was gathered in `pages` back to its `parts`, and frees them."""
-        self._gathered.discard(places[0][1])
-        for source, target, length in places:
-            _move_pages(target, source, length)
-        parts.clear()
+    def _exchange_back(self, pages: mmap.mmap, address: int, size: int, given: list[Tensor]) -> None:
+        self._exchanged.discard(address)
+        self._release(pages, address, -(-size // mmap.PAGESIZE) * mmap.PAGESIZE)
+        for part in given:
+            touch_pages(part)
+        given.clear()
 
-
-_MREMAP_MAYMOVE, _MREMAP_FIXED, _MREMAP_DONTUNMAP = 1, 2, 4
-
-
-def _move_pages(source: int, target: int, size: int) -> None:
-    """Moves pages from one address to another, without copying them. Both addresses stay valid. The source consists of
-    zeros afterwards, which take no memory until they are written to. Where the system cannot do this, nothing is moved,
-    so the target takes new pages."""
-    with suppress(AttributeError):  # only Linux has it
-        mremap = ctypes.CDLL(None).mremap
-        mremap.restype = ctypes.c_void_p
-        sizes, flags = [ctypes.c_size_t(size)] * 2, _MREMAP_MAYMOVE | _MREMAP_FIXED | _MREMAP_DONTUNMAP
-        mremap(ctypes.c_void_p(source), *sizes, ctypes.c_int(flags), ctypes.c_void_p(target))
+    @staticmethod
+    def _release(pages: mmap.mmap, address: int, size: int) -> None:
+        """Returns a part of `pages` to the system. The addresses stay valid, and consist of zeros."""
+        if hasattr(mmap, "MADV_DONTNEED"):
+            pages.madvise(mmap.MADV_DONTNEED, address - torch.frombuffer(pages, dtype=torch.uint8).data_ptr(), size)
 
 
 _reserve: _Reserve | None = None
 
 
 def reserve_memory(size: int) -> None:
-    """Takes `size` bytes of host memory from the system now. `lasting_memory` on a CPU, and `aligned_memory`, are taken
-    from them as long as this process runs.
+    """Takes `size` bytes of host memory from the system now. `lasting_memory` on a CPU, and large `aligned_memory`, are
+    taken from them as long as this process runs.
 
     Raises:
         CapacityError: the system refuses this much memory.
+        RuntimeError: this process has reserved memory before.
     """
     global _reserve
+    if _reserve:
+        raise RuntimeError("a process can reserve memory once")
     _reserve = _Reserve(size)
 
 
-def _reserved(size: int) -> Tensor | None:
-    """A tensor uint8 `[size]` in the reserve; `None` if there is no reserve, or if it has no room."""
-    if _reserve is None or size < _SMALL:
+def _reserved(size: int, least: int) -> Tensor | None:
+    """A tensor uint8 `[size]` in the reserve; `None` if there is no reserve, if it has too little room, or if `size` is
+    below `least`."""
+    if _reserve is None or size < least:
         return None
     found = _reserve.take(size, HUGE_PAGE if size >= HUGE_PAGE else mmap.PAGESIZE)
-    return _reserve.gather(size) if found is None else found
+    return _reserve.exchange(size) if found is None else found
 
 
 def free_reserve() -> int:
@@ -328,9 +317,10 @@ def free_reserve() -> int:
     return _reserve.free_bytes if _reserve else 0
 
 
-def available_memory() -> int:
-    """The bytes of host memory that can be taken: the system's, and those of `reserve_memory` that are free."""
-    return psutil.virtual_memory().available + free_reserve()
+def available_memory(processes: int = 1) -> int:
+    """The bytes of host memory that this process can take: those that are free in `reserve_memory`, and the system's,
+    divided by the number of `processes` that share them."""
+    return psutil.virtual_memory().available // processes + free_reserve()
 
 
 _PIECE = 2**25

@@ -18,6 +18,7 @@ from torch import Tensor
 from ...kernels.attention import Scratch, attend
 from ...kernels.chunks import chunk_scores, copy_chunks, select_chunks
 from ...kernels.delta_rule import DeltaWeights
+from ...tp.pages import lasting_memory
 from ...tp.rope import Rope
 from ..held import Held, held_scratch
 from .full import BlockCollector, FullCache
@@ -315,6 +316,7 @@ class RetrievalCache:
 def _grown(buffer: Tensor, room: int) -> Tensor:
     """A copy of the buffer that is extended with zeros to `[num_kv_heads, room, head_dim]`."""
     num_heads, filled, head_dim = buffer.shape
-    grown = buffer.new_zeros(num_heads, room, head_dim)
+    grown = lasting_memory((num_heads, room, head_dim), buffer.dtype, buffer.device)
     grown[:, :filled] = buffer
+    grown[:, filled:].zero_()
     return grown

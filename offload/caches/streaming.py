@@ -97,7 +97,8 @@ class StreamingCache:
 
         def zeros(n: int) -> list[Tensor]:
             shape = (config.kv_layers, config.num_kv_heads, n, config.head_dim)
-            # New pages take no time until they are used: many answers end before anything is drafted.
+            # New pages take no time until they are used: many answers end before anything is drafted. (Memory of
+            # `reserve_memory` does.)
             memory = lasting_memory(shape, decoder.dtype, decoder.device)
             if not in_new_pages(memory):
                 return list(memory.zero_())

@@ -55,7 +55,7 @@ def plan_here(
     request = replace(request, kernels=kernels, gpu_bytes=found and found.free, gpu_total_bytes=found and found.total)
     request = replace(request, locks_embedding=request.locks_embedding and reads_host_memory(device))
     bare = make_plan(request)
-    host = available_memory() // ranks.local_size + given_back_on_host
+    host = available_memory(ranks.local_size) + given_back_on_host
     own = given_back
     if held is not None:
         host += request.process_bytes + bare.embedding

@@ -86,7 +86,8 @@ TAIL_TOKENS = 2048
 
 LEFT_TO_OTHERS = 1 / 16
 """The share of the free host memory that stays free if blocks are on a disk, unless the host memory is set by hand.
-Other programs need memory, and a system without free memory would write pages to the same disk."""
+Other programs need memory, and a system without free memory would write pages to the same disk. Also the share that
+`Engine.reserve_memory` leaves free."""
 
 UNPACKED_SHARE = 1 / 64
 """The share of packed blocks for which memory is planned as if they did not fit into their slots."""

@@ -18,7 +18,7 @@ took 8 % more time (AMD EPYC, Zen 4, two cores)."""
 _KEPT_BYTES = 2**28
 """The maximum of free memory that is kept while something runs, approximately."""
 
-_RESERVED_BYTES = 2**29
+RESERVED_BYTES = 2**29
 """The free memory that `FreeMemory.reserve` takes."""
 
 
@@ -54,19 +54,19 @@ class FreeMemory:
         return max(0, (_free_bytes() or 0) - self._given) + free_reserve()
 
     def reserve(self) -> None:
-        """Takes `_RESERVED_BYTES` of free memory now, which stays with this process from here on. Later allocations of
+        """Takes `RESERVED_BYTES` of free memory now, which stays with this process from here on. Later allocations of
         any size come from it, as long as it suffices. Only with glibc."""
         library = ctypes.CDLL(None)
         if _free_bytes() is None:
             return
         library.mallopt(_M_MMAP_MAX, 0)
-        library.mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
+        library.mallopt(_M_TRIM_THRESHOLD, -1)  # never by itself
         library.malloc.restype = ctypes.c_void_p
-        block = library.malloc(ctypes.c_size_t(_RESERVED_BYTES))
+        block = library.malloc(ctypes.c_size_t(RESERVED_BYTES))
         if block:
-            ctypes.memset(block, 1, _RESERVED_BYTES)
+            ctypes.memset(block, 1, RESERVED_BYTES)
             library.free(ctypes.c_void_p(block))
-        self._given = min(self._given, max(0, (_free_bytes() or 0) - _RESERVED_BYTES))
+        self._given = min(self._given, max(0, (_free_bytes() or 0) - RESERVED_BYTES))
         self._reserved = True
 
     def give_back(self, *, freeze: bool, runs: bool) -> None:
@@ -85,8 +85,8 @@ class FreeMemory:
             gc.freeze()
         free = _free_bytes()
         self._given = min(self._given, free or 0)
-        kept = 2 * _RESERVED_BYTES if self._reserved else _KEPT_BYTES if runs else 0
-        if free is None or free - self._given > kept:
+        kept = 2 * RESERVED_BYTES if self._reserved else _KEPT_BYTES
+        if not (runs or self._reserved) or free is None or free - self._given > kept:
             with suppress(AttributeError):
                 ctypes.CDLL(None).malloc_trim(0)
             self._given = _free_bytes() or 0

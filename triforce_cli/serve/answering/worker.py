@@ -14,6 +14,7 @@ from ....tp.errors import PeerError, TriforceError
 from ....tp.weights.tokenizer import Tokenizer
 from ...session.open import ROOM, load_engine
 from ...session.wire import BodyError
+from ..memory import RESERVED_BYTES
 from ..options import ServeOptions
 from .answering import Answering
 from .arrivals import Arrivals
@@ -101,12 +102,12 @@ class Worker:
     def _run(self) -> None:
         try:
             engine = load_engine(self._options, None, ROOM)
+            self.reserves = engine.reserve_memory(RESERVED_BYTES) > 0
             # Its own tokenizer: the other thread's may be encoding, which some do not allow beside anything else.
             tokenizer = Tokenizer.load(self._directory)
             if engine.contexts:
                 self._read_fingerprint(engine.contexts)
             engine.start_threads()  # now, so that their number stays as it is
-            self.reserves = engine.reserve_memory() > 0
             self.engine = engine
             if self._enter("ready"):
                 self._note("ready")
