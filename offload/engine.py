@@ -436,10 +436,10 @@ class Engine:
 
     def reserve_memory(self, beside: int = 0) -> int:
         """Takes the host memory of later caches from the system now, and keeps it as long as this process runs: what
-        `host_memory` leaves beside this process, the weights, and the temporary data of a run. Less if less is
-        available: some memory is left to others. So caches do not make this process grow later, and other programs
-        cannot take their memory meanwhile. Does nothing on a GPU, or without `host_memory`. A collective call, before
-        the first run, once per process.
+        `host_memory` leaves beside this process and the weights. Less if less is available: what a run takes besides,
+        and some for others, is left. So caches do not make this process grow later, and other programs cannot take
+        their memory meanwhile. Does nothing on a GPU, or without `host_memory`. A collective call, before the first
+        run, once per process.
 
         Args: `beside` is the number of bytes that the caller will take on each rank besides.
 
@@ -453,14 +453,13 @@ class Engine:
         if limit is None or self.target.device.type != "cpu":
             return 0
         plan = make_plan(self._models.request(self.target.config.max_position_embeddings))
-        lasting = plan.resident_kv + plan.streamed_kv + plan.retrieval + plan.draft_kv
-        other = plan.host_total - lasting
-        still_to_come = max(0, other - plan.request.process_bytes - plan.weights) + beside
+        loaded = plan.request.process_bytes + plan.weights + plan.embedding
+        besides = plan.host_total - plan.resident_kv - plan.streamed_kv - plan.retrieval - plan.draft_kv - loaded
         available = available_memory(ranks.local_size)
-        available -= int(LEFT_TO_OTHERS * available) + still_to_come
+        available -= int(LEFT_TO_OTHERS * available) + besides + beside
         # No rank takes memory before every rank has seen what is available.
         (available,) = ranks.least([available], patiently=True)
-        size = min(int(limit * 2**30) // ranks.local_size - other, available) // HUGE_PAGE * HUGE_PAGE
+        size = min(int(limit * 2**30) // ranks.local_size - loaded, available) // HUGE_PAGE * HUGE_PAGE
         if size > 0:
             reserve_memory(size)
         return max(0, size)

@@ -82,18 +82,13 @@ PAGES_A_THREAD = 4096
 
 def touch_pages(memory: Tensor, pages_a_thread: int = PAGES_A_THREAD) -> None:
     """Writes to every page of `memory`, uint8 `[bytes]`, from several threads, so that the system allocates them."""
-    pages = memory[:: mmap.PAGESIZE]
+    pages = memory.numpy()[:: mmap.PAGESIZE]
     threads = min(MOST_THREADS, os.cpu_count() or 1, -(-len(pages) // pages_a_thread))
-    if threads == 1:
-        pages.zero_()
+    if threads <= 1:
+        pages.fill(0)
         return
     with ThreadPoolExecutor(threads) as pool:
-        list(pool.map(_write, pages.chunk(4 * threads)))
-
-
-@torch.inference_mode()  # set for each thread separately; the memory may have been made in this mode
-def _write(pages: Tensor) -> None:
-    pages.zero_()
+        list(pool.map(lambda some: some.fill(0), np.array_split(pages, 4 * threads)))
 
 
 def _ask_for_huge_pages(memory: mmap.mmap, start: int, size: int) -> None:
