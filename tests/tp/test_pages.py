@@ -159,17 +159,17 @@ def test_what_finds_no_room_in_one_range_is_exchanged_for_pages_of_several():
         with torch.inference_mode(number % 2 == 0):
             found = reserve.exchange(size)
         assert found is not None and reserve.has(found) and len(found) == size == found.untyped_storage().nbytes()
-        assert found.data_ptr() % HUGE_PAGE == 0 and abs(resident() - before) < 2 * HUGE_PAGE
+        assert found.data_ptr() % HUGE_PAGE == 0 and abs(resident() - before) < HUGE_PAGE
         found.numpy()[:] = 100 + number
-        assert reserve.free_bytes == free - 4 * HUGE_PAGE - mmap.PAGESIZE and abs(resident() - before) < 2 * HUGE_PAGE
+        assert reserve.free_bytes == free - 4 * HUGE_PAGE - mmap.PAGESIZE and abs(resident() - before) < HUGE_PAGE
         assert reserve.exchange(reserve.free_bytes + 1) is None
         view = found[3:].view(-1, 2)
         del found
-        assert (view == 100 + number).all()
+        assert (view[::999] == 100 + number).all()  # all of it would take memory to compare
         with torch.inference_mode(number > 1):
             del view
-        assert reserve.free_bytes == free and abs(resident() - before) < 2 * HUGE_PAGE and not reserve._exchanged
+        assert reserve.free_bytes == free and abs(resident() - before) < HUGE_PAGE and not reserve._exchanged
     others = [taken(reserve, HUGE_PAGE + odd).fill_(7) for _ in range(8)]
-    assert abs(resident() - before) < 2 * HUGE_PAGE and reserve.free_bytes == 0
+    assert abs(resident() - before) < HUGE_PAGE and reserve.free_bytes == 0
     assert all((part == 2 * number).all() for number, part in enumerate(kept))
     assert all((part == 7).all() for part in others) and reserve.exchange(1) is None
