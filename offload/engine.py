@@ -452,14 +452,16 @@ class Engine:
         limit, ranks = self.settings.host_memory, self.target.ranks
         if limit is None or self.target.device.type != "cpu":
             return 0
-        plan = make_plan(self._models.request(self.target.config.max_position_embeddings))
+        most, request = int(limit * 2**30) // ranks.local_size, self._models.request(1)
+        longest = min(self.target.config.max_position_embeddings, most // max(1, request.token_bytes))
+        plan = make_plan(replace(request, context=max(1, longest)))
         loaded = plan.request.process_bytes + plan.weights + plan.embedding
-        besides = plan.host_total - plan.resident_kv - plan.streamed_kv - plan.retrieval - plan.draft_kv - loaded
+        besides = plan.host_total - loaded - plan.resident_kv - plan.streamed_kv - plan.draft_kv
         available = available_memory(ranks.local_size)
         available -= int(LEFT_TO_OTHERS * available) + besides + beside
         # No rank takes memory before every rank has seen what is available.
         (available,) = ranks.least([available], patiently=True)
-        size = min(int(limit * 2**30) // ranks.local_size - loaded, available) // HUGE_PAGE * HUGE_PAGE
+        size = min(most - loaded, available) // HUGE_PAGE * HUGE_PAGE
         if size > 0:
             reserve_memory(size)
         return max(0, size)

@@ -43,7 +43,7 @@ def aligned_memory(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         CapacityError: the system refuses this much memory.
     """
     size = prod(shape) * dtype.itemsize
-    if (reserved := _reserved(size, HUGE_PAGE)) is not None:
+    if (reserved := _reserved(size)) is not None:
         memory = reserved
     elif size >= HUGE_PAGE:
         memory = torch.frombuffer(new_pages(size), dtype=torch.uint8, count=size)
@@ -84,11 +84,11 @@ def touch_pages(memory: Tensor, pages_a_thread: int = PAGES_A_THREAD) -> None:
     """Writes to every page of `memory`, uint8 `[bytes]`, from several threads, so that the system allocates them."""
     pages = memory.numpy()[:: mmap.PAGESIZE]
     threads = min(MOST_THREADS, os.cpu_count() or 1, -(-len(pages) // pages_a_thread))
-    if threads <= 1:
-        pages.fill(0)
-        return
-    with ThreadPoolExecutor(threads) as pool:
-        list(pool.map(lambda some: some.fill(0), np.array_split(pages, 4 * threads)))
+    if threads > 1:
+        with suppress(RuntimeError), ThreadPoolExecutor(threads) as pool:  # the system may refuse threads
+            list(pool.map(lambda some: some.fill(0), np.array_split(pages, 4 * threads)))
+            return
+    pages.fill(0)
 
 
 def _ask_for_huge_pages(memory: mmap.mmap, start: int, size: int) -> None:
@@ -109,7 +109,7 @@ def lasting_memory(shape: Sequence[int], dtype: torch.dtype, device: torch.devic
     size = prod(shape) * dtype.itemsize
     if not on_cpu(device) or size < _SMALL:
         return torch.empty(shape, dtype=dtype, device=device)
-    if (reserved := _reserved(size, _SMALL)) is not None:
+    if (reserved := _reserved(size)) is not None:
         return reserved.view(dtype).view(*shape)
     return _part(*_lasting_pages(size), size).view(dtype).view(*shape)
 
@@ -232,6 +232,16 @@ class _Rooms:
             del self._rooms[: -self._most]
 
 
+@dataclass(frozen=True)
+class _Exchange:
+    """New pages of the system, and the free pages of a reserve that the system got for them."""
+
+    pages: mmap.mmap
+    address: int
+    size: int
+    given: tuple[Tensor, ...]
+
+
 class _Reserve(_Rooms):
     """Host memory that was taken in advance; see `reserve_memory`."""
 
@@ -242,6 +252,7 @@ class _Reserve(_Rooms):
         touch_pages(self._memory)
         self.add(self._pages, first, first + size // mmap.PAGESIZE * mmap.PAGESIZE)
         self._exchanged: set[int] = set()  # addresses
+        self._ended = deque[_Exchange]()  # whose tensors were deleted; a finalizer must not take time
 
     def has(self, memory: Tensor) -> bool:
         """Whether `memory` is in pages of this, or in pages that it exchanged."""
@@ -250,35 +261,50 @@ class _Reserve(_Rooms):
 
     def exchange(self, size: int) -> Tensor | None:
         """A tensor uint8 `[size]` in new pages of the system. In exchange, the system gets free pages of several
-        ranges, until the tensor is deleted. So this process does not grow. `None` if too few pages are free."""
+        ranges, until the tensor is deleted. So this process does not grow. `None` if too few pages are free.
+
+        Raises:
+            CapacityError: the system refuses this much memory.
+        """
         left, given = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE, list[Tensor]()
         while left:
-            part = self.take(min(left, self.largest_bytes))
-            if part is None or not len(part):
+            # Huge pages first: of a part of one, the system gets nothing as long as the rest is taken.
+            most = min(left, self.largest_bytes)
+            huge = most // HUGE_PAGE * HUGE_PAGE
+            tried = (huge, HUGE_PAGE), (huge - HUGE_PAGE, HUGE_PAGE), (most, mmap.PAGESIZE)
+            parts = (self.take(n, alignment) for n, alignment in tried if n > 0)
+            part = next((one for one in parts if one is not None), None)
+            if part is None:
                 return None
             given.append(part)
             left -= len(part)
-        for part in given:
-            self._release(self._pages, part.data_ptr(), len(part))
         pages, first = _lasting_pages(size)
         held = np.frombuffer(pages, np.uint8, size, first)
+        made = _Exchange(pages, held.ctypes.data, size, tuple(given))
+        for part in given:
+            _release(self._pages, part.data_ptr(), len(part))
         touch_pages(torch.from_numpy(held))
-        self._exchanged.add(held.ctypes.data)
-        weakref.finalize(held, self._exchange_back, pages, held.ctypes.data, size, given).atexit = False
+        self._exchanged.add(made.address)
+        weakref.finalize(held, self._ended.append, made).atexit = False
         return torch.from_numpy(held)
 
-    def _exchange_back(self, pages: mmap.mmap, address: int, size: int, given: list[Tensor]) -> None:
-        self._exchanged.discard(address)
-        self._release(pages, address, -(-size // mmap.PAGESIZE) * mmap.PAGESIZE)
-        for part in given:
-            touch_pages(part)
-        given.clear()
+    def _join(self) -> None:
+        while self._ended:
+            with suppress(IndexError):  # another thread was first
+                self._exchange_back(self._ended.popleft())
+        super()._join()
 
-    @staticmethod
-    def _release(pages: mmap.mmap, address: int, size: int) -> None:
-        """Returns a part of `pages` to the system. The addresses stay valid, and consist of zeros."""
-        if hasattr(mmap, "MADV_DONTNEED"):
-            pages.madvise(mmap.MADV_DONTNEED, address - torch.frombuffer(pages, dtype=torch.uint8).data_ptr(), size)
+    def _exchange_back(self, ended: _Exchange) -> None:
+        self._exchanged.discard(ended.address)
+        _release(ended.pages, ended.address, -(-ended.size // mmap.PAGESIZE) * mmap.PAGESIZE)
+        for part in ended.given:
+            touch_pages(part)
+
+
+def _release(pages: mmap.mmap, address: int, size: int) -> None:
+    """Returns a part of `pages` to the system. The addresses stay valid, and consist of zeros."""
+    if hasattr(mmap, "MADV_DONTNEED"):
+        pages.madvise(mmap.MADV_DONTNEED, address - torch.frombuffer(pages, dtype=torch.uint8).data_ptr(), size)
 
 
 _reserve: _Reserve | None = None
@@ -298,12 +324,14 @@ def reserve_memory(size: int) -> None:
     _reserve = _Reserve(size)
 
 
-def _reserved(size: int, least: int) -> Tensor | None:
+def _reserved(size: int) -> Tensor | None:
     """A tensor uint8 `[size]` in the reserve; `None` if there is no reserve, if it has too little room, or if `size` is
-    below `least`."""
-    if _reserve is None or size < least:
+    small."""
+    if _reserve is None or size < _SMALL:
         return None
-    found = _reserve.take(size, HUGE_PAGE if size >= HUGE_PAGE else mmap.PAGESIZE)
+    if size < HUGE_PAGE:
+        return _reserve.take(size)
+    found = _reserve.take(size, HUGE_PAGE)
     return _reserve.exchange(size) if found is None else found
 
 

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import torch
 
 from ...kernels.host_rows import reads_host_memory
@@ -16,7 +17,7 @@ from ...kernels.layers import steps_make_numbers
 from ...kernels.packing import packs_fast
 from ...tp.devices import DeviceMemory, device_memory
 from ...tp.errors import CapacityError
-from ...tp.pages import available_memory
+from ...tp.pages import available_memory, free_reserve
 from ...tp.parallel.ranks import ALONE, Ranks
 from ...tp.units import gib
 from .request import RunRequest
@@ -55,8 +56,9 @@ def plan_here(
     request = replace(request, kernels=kernels, gpu_bytes=found and found.free, gpu_total_bytes=found and found.total)
     request = replace(request, locks_embedding=request.locks_embedding and reads_host_memory(device))
     bare = make_plan(request)
-    host = available_memory(ranks.local_size) + given_back_on_host
-    own = given_back
+    host, own = psutil.virtual_memory().available // ranks.local_size + given_back_on_host, given_back
+    if reserved := free_reserve():  # only caches can use it, and what they give back is a part of it
+        own = min(reserved + given_back, bare.caches)
     if held is not None:
         host += request.process_bytes + bare.embedding
         own += bare.weights + min(held.get("rope", 0), bare.rope)

@@ -332,6 +332,11 @@ class RunPlan:
         return self.device_total - (self.reserve if self.request.settings.resident is not None else 0)
 
     @property
+    def caches(self) -> int:
+        """The bytes of the caches of target and draft on this rank, in any memory but a disk."""
+        return self.resident_kv + self.streamed_kv + self.retrieval + self.draft_kv
+
+    @property
     def host_total(self) -> int:
         """The bytes of host memory that the rank needs."""
         kept = self.embedding + self.streamed_kv + self.spare + self.staging + self.index + self.kept_states

@@ -22,6 +22,10 @@ RESERVED_BYTES = 2**29
 """The free memory that `FreeMemory.reserve` takes."""
 
 
+_LOOKS = 30
+"""After so many calls of `give_back` while nothing runs, all free memory above what was reserved is returned anew."""
+
+
 class _Allocated(ctypes.Structure):
     """`struct mallinfo2` of glibc."""
 
@@ -46,7 +50,7 @@ class FreeMemory:
 
     def __init__(self) -> None:
         self._given = 0  # bytes that the C library counts as free, but whose pages were returned
-        self._reserved = False
+        self._reserved, self._idle_looks = False, 0
 
     @property
     def num_bytes(self) -> int:
@@ -85,10 +89,14 @@ class FreeMemory:
             gc.freeze()
         free = _free_bytes()
         self._given = min(self._given, free or 0)
+        if self._reserved and not runs:
+            self._idle_looks += 1
+            if self._idle_looks % _LOOKS == 0:
+                self._given = 0  # some of it may have been taken and freed again between two looks
         kept = 2 * RESERVED_BYTES if self._reserved else _KEPT_BYTES
         if not (runs or self._reserved) or free is None or free - self._given > kept:
             with suppress(AttributeError):
-                ctypes.CDLL(None).malloc_trim(0)
+                ctypes.CDLL(None).malloc_trim(ctypes.c_size_t(RESERVED_BYTES if self._reserved else 0))
             self._given = _free_bytes() or 0
             if self._reserved:
                 self.reserve()
