@@ -142,34 +142,56 @@ def test_memory_is_reserved_once(models):
     in_a_fork(check)
 
 
-def test_what_is_not_available_is_not_reserved(models, monkeypatch):
+NEEDED = 2**22
+"""A run needs more than so much memory besides its caches."""
+
+
+@pytest.mark.parametrize("beside", [0, SIZE // 4])
+def test_what_is_not_available_is_not_reserved(models, monkeypatch, beside):
     """A sixteenth, what a run takes besides, and what the caller will take are left."""
 
     def check():
         engine = reserving(models, "llama")
         monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=SIZE))
-        assert SIZE / 4 < engine.reserve_memory(SIZE // 2) < SIZE * (15 / 16 - 1 / 2)
+        assert SIZE / 2 - beside < engine.reserve_memory(beside) < SIZE * 15 / 16 - NEEDED - beside
 
     in_a_fork(check)
+
+
+def test_where_little_is_available_nothing_is_reserved(models, monkeypatch):
     engine = reserving(models, "llama")
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=2**20))
     assert engine.reserve_memory() == 0 == pages.free_reserve()
 
 
-def test_ranks_share_the_limit_and_what_the_system_has(models, monkeypatch):
+def run_two_ranks(models, monkeypatch, limit, available):
+    """The bytes that each of two ranks reserves, and the bytes of the reserve that are available afterwards.
+
+    Args: `limit` is that of both in bytes, and `available` what the system has, by rank.
+    """
     directory = models["llama"][0]
-    weights = models.engine("llama").plan(100).weights
 
     def check():
         given = {"draft": "none", "device": "cpu", "dtype": "float32", "gpus": 2}
-        engine = Engine.load(directory, **given, host_memory=(SIZE + 2 * weights) / 2**30, system=SYSTEM)
+        engine = Engine.load(directory, **given, host_memory=limit / 2**30, system=SYSTEM)
+        system = SimpleNamespace(available=available[engine.target.ranks.rank])
+        monkeypatch.setattr(psutil, "virtual_memory", lambda: system)
         size = engine.reserve_memory()
-        monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=2**20))
-        print("reserved", size, pages.available_memory(2) - 2**19)
+        print("reserved", size, pages.available_memory(2) - system.available // 2)
         engine.close()
 
-    printed = run_forks(check, 2)
-    sizes = [[int(word) for word in line.split()[1:]] for line in printed.splitlines() if line.startswith("reserved")]
-    assert len(sizes) == 2 and all(
-        size == free and SIZE // 2 - HUGE_PAGE <= size < SIZE // 2 + 2 * weights for size, free in sizes
-    )
+    lines = run_forks(check, 2).splitlines()
+    return [[int(word) for word in line.split()[1:]] for line in lines if line.startswith("reserved")]
+
+
+def test_ranks_share_the_limit(models, monkeypatch):
+    weights = models.engine("llama").plan(100).weights
+    found = run_two_ranks(models, monkeypatch, SIZE + 2 * weights, [2**40, 2**40])
+    assert len(found) == 2 and found[0] == found[1] and found[0][0] == found[0][1]
+    assert SIZE // 2 - HUGE_PAGE <= found[0][0] < SIZE // 2 + 2 * weights
+
+
+def test_ranks_share_what_the_system_has(models, monkeypatch):
+    found = run_two_ranks(models, monkeypatch, 20 * SIZE, [4 * SIZE, 2 * SIZE])
+    assert len(found) == 2 and found[0] == found[1] and found[0][0] == found[0][1]
+    assert SIZE / 2 < found[0][0] < SIZE * 15 / 16 - NEEDED
