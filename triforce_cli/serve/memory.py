@@ -18,12 +18,12 @@ took 8 % more time (AMD EPYC, Zen 4, two cores)."""
 _KEPT_BYTES = 2**28
 """The maximum of free memory that is kept while something runs, approximately."""
 
-RESERVED_BYTES = 2**29
-"""The free memory that `FreeMemory.reserve` takes."""
+RESERVED_BYTES = 2**30
+"""The free memory that `FreeMemory.reserve` takes. With 2**29, a load of 20 minutes (`hostile_load.py`) took 130 MiB
+more, because free memory was in too many small pieces."""
 
-
-_LOOKS = 30
-"""After so many calls of `give_back` while nothing runs, all free memory above what was reserved is returned anew."""
+_SURPLUS_BYTES = 2**26
+"""If so much more than `RESERVED_BYTES` is free, free memory is returned, and taken anew."""
 
 
 class _Allocated(ctypes.Structure):
@@ -50,7 +50,7 @@ class FreeMemory:
 
     def __init__(self) -> None:
         self._given = 0  # bytes that the C library counts as free, but whose pages were returned
-        self._reserved, self._idle_looks = False, 0
+        self._reserved = False
 
     @property
     def num_bytes(self) -> int:
@@ -79,7 +79,7 @@ class FreeMemory:
         Args:
             freeze: whether Python's garbage collector ignores all objects that exist now from here on.
             runs: whether anything is being answered or read. Its next passes take the free memory again, so up to
-                `_KEPT_BYTES` of it are kept. After `reserve`, up to twice what was reserved is always kept.
+                `_KEPT_BYTES` of it are kept. After `reserve`, what was reserved is always kept, and hardly more.
         """
         # What refers to itself, as an error and the frames it came through may, holds a request's body until Python
         # looks for it: by itself when a quarter as much is new as there is, which is all that was imported. Without
@@ -89,12 +89,8 @@ class FreeMemory:
             gc.freeze()
         free = _free_bytes()
         self._given = min(self._given, free or 0)
-        if self._reserved and not runs:
-            self._idle_looks += 1
-            if self._idle_looks % _LOOKS == 0:
-                self._given = 0  # some of it may have been taken and freed again between two looks
-        kept = 2 * RESERVED_BYTES if self._reserved else _KEPT_BYTES
-        if not (runs or self._reserved) or free is None or free - self._given > kept:
+        kept = RESERVED_BYTES + _SURPLUS_BYTES if self._reserved else _KEPT_BYTES if runs else -1
+        if free is None or free - self._given > kept:
             with suppress(AttributeError):
                 ctypes.CDLL(None).malloc_trim(ctypes.c_size_t(RESERVED_BYTES if self._reserved else 0))
             self._given = _free_bytes() or 0
