@@ -456,6 +456,7 @@ class Engine:
         longest = min(self.target.config.max_position_embeddings, most // max(1, request.token_bytes))
         plan = make_plan(replace(request, context=max(1, longest)))
         loaded = plan.request.process_bytes + plan.weights + plan.embedding
+        # With the retrieval cache: a plan counts only the larger of a prefill and a round, and a round includes it.
         besides = plan.host_total - loaded - plan.resident_kv - plan.streamed_kv - plan.draft_kv
         available = available_memory(ranks.local_size)
         available -= int(LEFT_TO_OTHERS * available) + besides + beside

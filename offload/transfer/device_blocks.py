@@ -193,10 +193,10 @@ class DeviceBlocks:
         shape = (-(-capacity // block_size), 2, config.num_kv_heads, block_size, config.head_dim)
         layers = range(config.num_layers)
         self._layers = [lasting_memory(shape, dtype, device) for _ in layers]
+        self._in_new_pages = list(map(in_new_pages, self._layers))
         self._clean = [0] * config.num_layers  # number of first blocks that have only finite values
         # By layer: the number of first blocks that may have other values behind their tokens. New pages are zeros, and
         # are not touched only to fill them with zeros; but what is restored from a damaged file may stay in them.
-        self._in_new_pages = list(map(in_new_pages, self._layers))
         self._doubtful = [0 if new else len(one) for one, new in zip(self._layers, self._in_new_pages, strict=True)]
         self._touched = [0] * config.num_layers  # the maximum number of tokens so far, without those of steps
         self._stepped = 0  # the position behind the last token of a step, in any layer

@@ -37,6 +37,12 @@ def meeting(ranks: int) -> tuple[TCPStore, dict[str, str]]:
     }
 
 
+def resident() -> int:
+    """Bytes of memory that this process takes. Other files in /proc have estimates."""
+    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("Rss:")) * 1024
+
+
 class Fork:
     """A process of its own that has PyTorch from the start, as it is a fork of this one: what `subprocess.Popen` is to
     a command, without the seconds in which an interpreter starts and imports. Everything else is as it is there: the

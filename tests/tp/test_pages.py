@@ -6,18 +6,12 @@ import mmap
 import os
 import random
 import weakref
-from pathlib import Path
 
 import pytest
 import torch
+from forks import resident
 from triforce.tp.errors import CapacityError
 from triforce.tp.pages import HUGE_PAGE, _Pieces, _Reserve, aligned_memory, lasting_memory, weight_memory
-
-
-def resident():
-    """Bytes of memory that this process takes. Other files in /proc have estimates."""
-    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith("Rss:")) * 1024
 
 
 @pytest.mark.parametrize("shape", [(0,), (3, 100), (5, 2**20 + 8), (2**21,)])

@@ -29,7 +29,7 @@ def texts(answer):
 def test_two_ranks_answer_as_one_whoever_comes_and_goes(server, process):
     alone = [texts(server.ask("POST", "/v1/completions", asked).json) for asked in ASKED]
     ranks = process("--host-memory", 1, ranks=2)
-    assert ranks.metric("free_memory_bytes") > server.metric("free_memory_bytes") + 2**26  # all ranks take theirs
+    assert ranks.metric("free_memory_bytes") > server.metric("free_memory_bytes") + 2**26  # rank 0 has its share
     assert [texts(json.load(ranks.post(asked))) for asked in ASKED] == alone
     leaves = ranks.post({"prompt": TEXT + TEXT[:90], "max_tokens": 200, "stream": True})
     leaves.readline()

@@ -2,13 +2,12 @@
 
 import os
 import tempfile
-from pathlib import Path
 from types import SimpleNamespace
 
 import psutil
 import pytest
 import torch
-from forks import Fork
+from forks import Fork, resident
 from spmd import run_forks
 from tiny import random_tokens
 from triforce.offload import Engine, Sampling
@@ -42,12 +41,6 @@ def reserving(models, family, **settings):
     return models.engine(family, host_memory=(SIZE + weights + 2**12) / 2**30, system=SYSTEM, **settings)
 
 
-def resident():
-    """Bytes of memory that this process takes. Other files in /proc have estimates."""
-    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith("Rss:")) * 1024
-
-
 def texts(engine):
     """Answers to new prompts, a second turn, and an answer after all of that was freed."""
     found = [engine.generate(prompt, GREEDY, 40, ignore_eos=True).token_ids for prompt in PROMPTS]
@@ -75,7 +68,6 @@ def test_texts_do_not_depend_on_what_the_memory_held_before(models, family, sett
         pages._reserve._memory.fill_(255)  # not a number
         assert texts(engine) == wanted
         assert pages.free_reserve() < SIZE - 2**18 or (family != "llama" and "pack" in settings)
-        del engine
 
     in_a_fork(check)
 
