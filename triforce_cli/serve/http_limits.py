@@ -30,9 +30,9 @@ class ServerLimits:
     that."""
     held_bytes: int = 2**29
     """Maximum bytes of the bodies of all requests together, in memory and in files, until their prompts are made.
-    Answers that are not streamed count too, but are not refused."""
+    Answers that wait to be read count too, but are not refused."""
     client_held_bytes: int = 2**27
-    """Maximum bytes of the bodies of one client's requests, and of its answers that are not streamed."""
+    """Maximum bytes of the bodies of one client's requests, and of its answers that wait to be read."""
     body_s: float = 30.0
     """Seconds within which a body must arrive. A long body has more time: see `body_rate`."""
     body_rate: float = 2**17
@@ -47,8 +47,8 @@ class ServerLimits:
     verifications: int = 16
     """Maximum number of uploads that wait until a saved context is verified, besides the one being verified."""
     connections: int = 2048
-    """Maximum number of connections at a time. Beyond it, idle connections of the client with the most idle ones are
-    closed."""
+    """Maximum number of connections at a time. Beyond it, connections are closed that are idle or not read, of the
+    client with the most of these."""
     idle_s: float = 60.0
     """Seconds within which a connection must begin a request and send its head."""
     keep_alive_s: float = 5.0

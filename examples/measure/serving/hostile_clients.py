@@ -12,6 +12,7 @@ import struct
 import urllib.parse
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -94,6 +95,7 @@ class HostileClient:
             "slow heads": self._slow_heads,
             "unread streams": self._unread_streams,
             "slow readers": self._slow_readers,
+            "hoards": self._hoards,
             "floods": self._floods,
             "wide bodies": self._wide_bodies,
             "disconnects": self._disconnects,
@@ -162,9 +164,11 @@ class HostileClient:
     async def _many_answers(self) -> None:
         draw = self._draw
         n = _ANSWERS if draw.random() < 0.8 else draw.choice((_ANSWERS + 1, 10**9, 10**30))
-        fields = self._fields(n=n, logprobs=_LOGPROBS, max_tokens=draw.randrange(16, 65), stream=draw.random() < 0.5)
+        waits = draw.random() < 0.3
+        tokens, patience_s = (2, PATIENCE_S) if waits else (draw.randrange(16, 65), draw.uniform(5, 60))
+        fields = self._fields(n=n, logprobs=_LOGPROBS, max_tokens=tokens, stream=draw.random() < 0.5)
         try:
-            await self._ask(http_request("POST", COMPLETION, fields), patience_s=draw.uniform(5, 60))
+            await self._ask(http_request("POST", COMPLETION, fields), patience_s=patience_s)
         except TimeoutError:
             self._count("left")
 
@@ -242,6 +246,22 @@ class HostileClient:
                 self._count("read to its end")
             except TimeoutError:
                 self._count("left")
+
+    async def _hoards(self) -> None:
+        """Many streams at a time, of which no more is taken than keeps them open."""
+        await self._together(self._draw.randrange(10, 60), self._hoarded)
+
+    async def _hoarded(self) -> None:
+        draw, loop, came = self._draw, asyncio.get_running_loop(), b""
+        fields = self._fields(stream=True, logprobs=_LOGPROBS, max_tokens=60)
+        async with connected(self._port, self._source, small=True) as found:
+            await loop.sock_sendall(found, http_request("POST", COMPLETION, fields))
+            with suppress(TimeoutError):
+                async with asyncio.timeout(draw.uniform(60, 180)):
+                    while piece := await loop.sock_recv(found, 4096):
+                        came = came or piece
+                        await asyncio.sleep(10.0)
+        self._count(came.split(b" ", 2)[1].decode("latin-1") if came else "held")
 
     async def _floods(self) -> None:
         """Up to 200 requests at a time that cost no answer, or connections that begin a head and stop."""
@@ -341,9 +361,9 @@ class HostileClient:
         await self._ask(http_request("POST", COMPLETION, fields | {"prompt": prompt, "stop": draw.choice(_CONTROL)}))
 
     async def _uploads(self) -> None:
-        """The largest bodies, bodies beyond that, two of the same at once, and texts that nobody waits for."""
+        """The largest bodies, and beyond that; two of the same at once; long texts, for which somebody waits or not."""
         draw, name = self._draw, f"hostile-{self._number}-{self._draw.randrange(4)}"
-        choice = draw.choice(("largest", "largest text", "too long", "said to be too long", "twice", "left"))
+        choice = draw.choice(("largest", "largest text", "too long", "said to be too long", "twice", "long", "left"))
         if choice == "largest":
             await self._ask(upload_request(name, "a" * _TEXT_BYTES))
         elif choice == "largest text":
@@ -359,8 +379,9 @@ class HostileClient:
             await asyncio.gather(self._ask(raw), self._ask(raw, source=self._other))
             await self._ask(http_request("DELETE", f"{CONTEXTS}/{name}"))
         else:
+            patience_s = PATIENCE_S if choice == "long" else draw.uniform(1, 20)
             try:
-                await self._ask(upload_request(name, self._text(20_000)), patience_s=draw.uniform(1, 20))
+                await self._ask(upload_request(name, self._text(20_000)), patience_s=patience_s)
             except TimeoutError:
                 self._count("left")
 
@@ -481,7 +502,7 @@ class HostileClient:
 
 KINDS = (
     *("long stops", "many answers", "stalled bodies", "slow heads", "unread streams", "disconnects", "fuzzed bodies"),
-    *("control tokens", "uploads", "contexts", "slow readers", "floods", "wide bodies", "forms", "messages"),
+    *("control tokens", "uploads", "contexts", "slow readers", "floods", "wide bodies", "forms", "messages", "hoards"),
 )
 
 

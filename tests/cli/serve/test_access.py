@@ -49,6 +49,12 @@ def test_a_key_comes_from_a_file_without_its_line_end(tmp_path):
     assert found.refusal("/health", {"host": "localhost"}, None) is None
 
 
+def test_without_a_key_an_unknown_user_is_told_so():
+    error = access().refusal(CHAT, {"host": "localhost"}, None)
+    assert error is not None and error.status == 401
+    assert "it is not known which user" in str(error) and "--api-key" in str(error)
+
+
 @pytest.mark.parametrize("host", ["evil.example", "127.0.0.1.evil.example", "10.0.0.1", "", "localhost@evil", "["])
 def test_a_foreign_host_is_refused(host):
     assert refused(access(), host=host) == 403

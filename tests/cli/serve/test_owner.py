@@ -44,6 +44,16 @@ def test_a_connection_of_this_process_is_its_users(told, own_family):
 
 
 @pytest.mark.parametrize("told", [owner_told, nobody_tells])
+def test_a_connection_of_ipv6_is_its_users(told):
+    try:
+        ours, theirs = connected("::1", socket.AF_INET6)
+    except OSError:
+        pytest.skip("there is no IPv6 here")
+    with ours, theirs:
+        assert owner_of((ours.getsockname()[:2], ours.getpeername()[:2]), told) == os.getuid()
+
+
+@pytest.mark.parametrize("told", [owner_told, nobody_tells])
 def test_an_end_that_is_closed_or_was_never_there_is_nobodys(told):
     ours, theirs = connected("127.0.0.1")
     ends = ours.getsockname(), ours.getpeername()
@@ -99,6 +109,28 @@ os.setuid(65533)  # from here on, no module can be imported that only root may r
 with socket.socket() as connection:
     connection.connect((sys.argv[1], int(sys.argv[2])))
     connection.recv(1)
+"""
+
+
+@pytest.mark.parametrize("told", ["owner_told", "lambda ends: None"])
+def test_a_number_that_stands_for_all_accounts_without_one_is_nobodys(told):
+    """In a user namespace without accounts, everybody has this number, the server too."""
+    can = subprocess.run(["unshare", "--user", "true"], capture_output=True).returncode == 0
+    if not can:
+        pytest.skip("no user namespace can be made here")
+    command = ["unshare", "--user", sys.executable, "-c", _UNMAPPED.replace("TOLD", told)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.stdout.split() == ["True", "None"], done.stderr
+
+
+_UNMAPPED = """
+import asyncio, os, socket
+from triforce.cli.serve.owner import Owners, owner_told
+with socket.create_server(("127.0.0.1", 0)) as listening, socket.create_connection(listening.getsockname()) as client:
+    ours, _ = listening.accept()
+    async def ask():
+        return await Owners(TOLD).owner_of((ours.getsockname(), ours.getpeername()))
+    print(os.geteuid() == int(open("/proc/sys/kernel/overflowuid").read()), asyncio.run(ask()))
 """
 
 

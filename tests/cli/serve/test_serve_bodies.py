@@ -96,6 +96,26 @@ def test_a_body_is_not_held_while_its_answer_is_written(long_pair):
         connection.close()
 
 
+def test_an_uploads_body_is_not_held_while_its_text_is_read(lasting):
+    text = "It was the best of times. " * 5000
+    with serving_within(lasting, limits={"client_held_bytes": 1.5 * len(text)}) as server:
+        upload = server.connect_to_upload("book", text)
+        server.wait_for(lambda: server.worker.running == 1)
+        assert server.complete(user="x" * len(text)).status == 200
+        assert server.worker.running == 1, "it is to be read meanwhile"
+        upload.close()
+
+
+def test_no_more_than_so_many_bodies_wait_for_their_prompts(looping):
+    with serving_within(looping, limits={"render_s": 1.5}, max_queue=2) as server:
+        body = {"messages": [{"role": "user", "content": "x" * 40_000}]}
+        asked = [server.at(OTHER).connect("POST", CHAT, body) for _ in range(6)]
+        answers = [connection.getresponse() for connection in asked]
+        told = sorted((one.status, json.loads(one.read())["error"]["code"]) for one in answers)
+        assert told == [(400, "template_too_slow")] * 3 + [(429, "queue_full")] * 3
+        assert server.chat("Why?").status == 200
+
+
 def test_a_template_has_limited_time_and_other_clients_go_on(looping):
     with serving_within(looping, limits={"render_s": 2.0, "long_bytes": 50_000}) as server:
         endless = [server.at(OTHER).connect("POST", CHAT, {"messages": [{"role": "user", "content": "x" * 60_000}]})]
@@ -197,6 +217,29 @@ def test_connections_without_a_whole_request_make_room_for_others(pair):
         waiting = [begin(server, HEAD) for _ in range(30)]
         assert server.complete().status == 200
         for connection in waiting:
+            connection.close()
+
+
+def test_connections_that_are_not_read_make_room_for_others(long_pair):
+    """They ask for answers that do not fit on the way, so that none of them is idle."""
+    with serving_within(long_pair, limits={"connections": 8, "send_buffer_bytes": 2**12}) as server:
+        unread = []
+        for seed in range(8):
+            connection = socket.socket()
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2**11)
+            connection.bind((OTHER, 0))
+            connection.connect(("127.0.0.1", server.port))
+            asked = {"prompt": "It was", "seed": seed, "max_tokens": 400, "logprobs": 12, "stream": True}
+            body = json.dumps(asked).encode()
+            connection.sendall(HEAD.replace(b"100000", str(len(body)).encode()) + body)
+            unread.append(connection)
+        server.wait_for(lambda: server.worker.running)
+        server.wait_for(lambda: server.worker.running == len(server.worker.queue) == 0)
+        assert server.log == ["ready"], "all of them are open"
+        replies = server.at_once(*[server.complete] * 3)
+        assert [reply.status for reply in replies] == [200] * 3
+        server.wait_for(lambda: sum('"client": "127.0.0.2"' in line for line in server.log) >= 3)
+        for connection in unread:
             connection.close()
 
 

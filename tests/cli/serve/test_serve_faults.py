@@ -1,6 +1,7 @@
 """Faults of the engine end what they must and nothing else: one answer, a run, or the server."""
 
 import json
+import shutil
 import signal
 import tempfile
 import threading
@@ -150,12 +151,13 @@ def test_memory_that_runs_out_does_not_end_the_server(process, lasting, tmp_path
     check_goes_on(server, want)
 
 
-def test_a_prompt_that_always_fails_ends_alone(process, lasting):
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_prompt_that_always_fails_ends_alone(process, lasting, ranks):
     def act(tokens):
         if BAD in tokens and len(tokens) > 1:
             raise ZeroDivisionError("a deliberate fault")
 
-    server = process(models=lasting, before=embedding_calls(act))
+    server = process(models=lasting, before=embedding_calls(act), ranks=ranks)
     want = text(server.complete(max_tokens=200))
     lines, thread = server.stream(200)
     beside = [server.complete([5, BAD, 6]) for _ in range(2)]
@@ -163,7 +165,8 @@ def test_a_prompt_that_always_fails_ends_alone(process, lasting):
     thread.join(60)
     assert text_of(lines) == want
     alone = [server.complete([5, BAD, 6]) for _ in range(3)]
-    assert [reply.json["error"]["code"] for reply in beside + alone] == ["internal_error"] * 5
+    errors = [reply.json["error"] for reply in beside + alone]
+    assert [(error["code"], error["type"]) for error in errors] == [("internal_error", "server_error")] * 5
     check_goes_on(server, text(server.complete()))
     assert "the engine failed at a request (ZeroDivisionError)" in server.log
 
@@ -275,6 +278,27 @@ def test_a_full_disk_fails_an_upload_and_nothing_else(process, lasting, full_dis
         assert str(full_disk) not in message
     assert server.ask("GET", "/v1/contexts").json["data"] == []
     check_goes_on(server, text(server.complete()))
+
+
+def test_a_disk_that_fills_while_an_upload_is_written_fails_only_this(process, lasting, tmp_path, monkeypatch):
+    """Others fill it, too: it says that there is room until there is none."""
+    plenty = type(shutil.disk_usage(tmp_path))(2**40, 0, 2**40)
+    monkeypatch.setattr(shutil, "disk_usage", lambda place: plenty)
+    try:
+        with small_disk(tmp_path / "small", 2**20) as place:
+            monkeypatch.setenv("TRIFORCE_HOME", str(place / "home"))
+            server = process(models=lasting)
+            want = text(server.complete(max_tokens=200))
+            lines, thread = server.stream(200)
+            reply = server.upload("book", TEXT * 3)
+            thread.join(60)
+            assert text_of(lines) == want
+            assert (reply.status, reply.json["error"]["code"]) == (507, "context_not_saved")
+            assert "No space left" in reply.json["error"]["message"], reply.body
+            assert str(place) not in reply.json["error"]["message"]
+            check_goes_on(server, text(server.complete()))
+    except NoDiskError as error:
+        pytest.skip(f"no small file system can be mounted here: {error}")
 
 
 @pytest.mark.slow

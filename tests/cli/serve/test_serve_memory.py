@@ -53,6 +53,25 @@ del held, more
 memory.give_back(freeze=False, runs=False)
 assert abs(resident() - taken) < 32, (taken, resident())
 assert 1000 * MIB < memory.num_bytes < 1045 * MIB
+
+
+def check_counted():  # all that is in memory and not used
+    assert abs(resident() - memory.num_bytes / MIB - before) < 24, (resident(), memory.num_bytes / MIB, before)
+
+
+check_counted()
+pieces = [b"1" * 2**17 for _ in range(4000)]
+kept = pieces[::40]
+del pieces
+check_counted()
+more = [b"1" * (300 * MIB) for _ in range(4)]
+del more
+check_counted()
+memory.give_back(freeze=False, runs=False)  # what lies between the pieces goes back
+check_counted()
+pieces = [b"1" * 2**16 for _ in range(8000)]  # and is taken again
+del pieces
+check_counted()
 """
 
 

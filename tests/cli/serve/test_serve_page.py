@@ -581,7 +581,7 @@ def test_an_empty_page_says_what_to_do_first(serving, browser, window):
     expect = browser[1]
     with serving(max_new_tokens=4) as server:
         page_of = window(server)
-        expect(page_of.locator("#hint")).to_have_text(re.compile("^Add a text.*Or just ask"))
+        expect(page_of.locator("#hint")).to_have_text(re.compile("^Add a text.*Or ask a question"))
         ask(page_of, expect, "Why?")
         expect(page_of.locator("#hint")).to_be_hidden()
         page_of.click("#new")

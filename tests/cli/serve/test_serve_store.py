@@ -94,6 +94,18 @@ def test_what_clients_save_leaves_a_reserve_of_the_disk(serving, lasting, home, 
     assert (home / "contexts" / "mine" / "manifest.json").exists(), "the operator may fill the disk"
 
 
+def test_the_reserve_is_looked_at_before_each_segment(serving, lasting, home, monkeypatch):
+    """Others fill the disk while a text is read."""
+    written = lambda: any((home / "contexts").glob("book/000000000-*"))  # noqa: E731
+    free = lambda: 2**30 if written() else 19 * 2**30  # noqa: E731
+    monkeypatch.setattr(shutil, "disk_usage", lambda place: Usage(20 * 2**30, 0, free()))
+    with serving(lasting) as server:
+        reply = server.upload("book", PROMPT * 17)
+        assert reply.status == 507 and "must stay free" in reply.json["error"]["message"]
+        assert written(), "the first segment had room"
+        assert not any((home / "contexts").glob("book/000016384-*"))
+
+
 def test_an_upload_removes_older_uploads_and_nothing_that_the_operator_read(serving, pair, home, monkeypatch, capfd):
     read(capfd, home, pair[0], "mine")
     shown = json.loads(run_here(capfd, "contexts", "show", "mine", "--json", "-").out)

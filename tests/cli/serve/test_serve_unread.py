@@ -14,11 +14,12 @@ SMALL = {"send_buffer_bytes": 4096}
 """So that little is on the way, and what is not read waits in the server."""
 
 
-def post(server, **fields):
+def post(server, address="127.0.0.1", **fields):
     """A connection that has asked for an answer, and is not read."""
     raw = json.dumps({"prompt": "It was", "temperature": 0, "max_tokens": 900, **fields}).encode()
     connection = socket.socket()
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+    connection.bind((address, 0))
     connection.connect(("127.0.0.1", server.port))
     head = f"POST {COMPLETION} HTTP/1.1\r\nHost: 127.0.0.1:{server.port}\r\nContent-Length: {len(raw)}\r\n\r\n"
     connection.sendall(head.encode() + raw)
@@ -172,6 +173,26 @@ def test_an_answer_that_is_not_taken_counts_with_its_client(long_pair):
             while untaken.recv(2**16):
                 pass
         server.wait_for(lambda: ask().status == 200)
+
+
+def test_unread_streams_count_with_their_client(long_pair):
+    """Each has 5.4 MB to say, most of which waits. One fits, two do not; and nothing is left of them."""
+    asked = {"stream": True, "max_tokens": 500, "logprobs": 20}
+    other = "127.0.0.2"
+    with serving_within(long_pair, limits=SMALL | {"client_held_bytes": 5_900_000}) as server:
+
+        def wait_for(unread):
+            server.wait_for(lambda: metric(server, "unread_total") == unread and metric(server, "running_answers") == 0)
+
+        for turn in range(2):
+            with post(server, other, **asked) as first, post(server, **asked) as of_another:
+                wait_for(turn)
+                with post(server, other, **asked) as read:
+                    assert everything(read)[1], "who reads is not cut for what else waits for him"
+                with post(server, other, **asked) as second:
+                    wait_for(turn + 1)
+                    assert not everything(second)[1]
+                assert everything(first)[1] and everything(of_another)[1]
 
 
 @pytest.mark.slow

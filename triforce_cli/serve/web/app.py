@@ -112,7 +112,7 @@ class Routes:
         service = self._service
         body = _body_of(request)
         async with self._received(request) as sent:
-            asking = service.ask(sent, request.url.path, body.client)
+            asking = service.ask(sent, request.url.path, body.client, body.hold_answer)
             job, events, delivery = await self._until_gone(request, None, asking)
         body.release()
         noted = request.scope["triforce"]
@@ -309,7 +309,7 @@ async def _collect(job: Job, events: Events, most_bytes: int, hold: Callable[[in
 
     Args:
         most_bytes: the maximum of bytes that they may take, approximately.
-        hold: called with the number of further bytes that they take.
+        hold: called with the number of bytes that they take so far.
 
     Raises:
         BodyError: the request failed, or the answers take too many bytes, or `hold` refuses them.
@@ -333,7 +333,7 @@ async def _collect(job: Job, events: Events, most_bytes: int, hold: Callable[[in
                 "stream", code="answer_too_long",
             )  # fmt: skip
         if isinstance(event, Piece):
-            hold(event.num_bytes + _PIECE_BYTES)
+            hold(num_bytes)
         if isinstance(event, Complete):
             ends[event.number] = event.end
     return {number: _whole(job, pieces[number], end) for number, end in ends.items()}

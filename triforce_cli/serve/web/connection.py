@@ -67,14 +67,15 @@ class Connections:
         self._open: dict[Connection, str] = {}  # and their clients, in the order in which they were opened
 
     def add(self, connection: Connection, client: str) -> None:
-        """Adds a new connection. If there are too many, an idle connection is closed: the oldest of the client that has
-        the most idle connections."""
+        """Adds a new connection. If there are too many, one is closed that is idle or whose data are not read. It
+        belongs to the client that has the most of these. It is the oldest idle one, or if none is idle, the one that
+        has not been read for the longest time."""
         self._open[connection] = client
         if len(self._open) > self._most:
-            idle = [one for one in self._open if one.asks_nothing]
-            count = Counter(self._open[one] for one in idle)
-            if idle:  # the new one may be closing already
-                max(idle, key=lambda one: count[self._open[one]]).cut()
+            useless = [one for one in self._open if one.asks_nothing or one.is_unread]
+            count = Counter(self._open[one] for one in useless)
+            if useless:  # the new one may be closing already
+                max(useless, key=lambda one: (count[self._open[one]], one.asks_nothing, one.unread_s)).cut()
 
     def drop(self, connection: Connection) -> None:
         """Removes a connection that is closed."""
@@ -116,6 +117,17 @@ class Connection(H11Protocol):
     def asks_nothing(self) -> bool:
         """Whether there is no complete request that is not answered yet, and the connection is not being closed."""
         return not self.transport.is_closing() and (self.is_idle or self.cycle.more_body)
+
+    @property
+    def is_unread(self) -> bool:
+        """Whether so much waits for the client that nothing more is written, and the connection is not being closed."""
+        return not self.transport.is_closing() and self.flow.write_paused
+
+    @property
+    def unread_s(self) -> float:
+        """For how many seconds nothing or almost nothing was read of the waiting data; 0 if enough was read, or if the
+        connection is idle."""
+        return self.loop.time() - self._took_at if self.is_unread and not self.asks_nothing else 0.0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         self._counted = _Counted(transport)

@@ -10,21 +10,28 @@ from contextlib import suppress
 from ...session.wire import BodyError
 from ..answering.jobs import Complete, Event, Failed, Piece, Progress
 
+_HELD_FROM = 2**16
+"""Bytes of pieces that wait without being counted for their client. Of a stream that is read, fewer wait."""
+
 
 class Events:
     """The events of one piece of work. Waiting events are joined: an answer has at most one piece, and only the newest
     progress is kept. So a slow reader gets fewer and longer pieces. Must be made in the event loop that takes the
     events."""
 
-    def __init__(self, most_bytes: int) -> None:
+    def __init__(self, most_bytes: int, hold: Callable[[int], None] = lambda num_bytes: None) -> None:
         """Args:
         most_bytes: maximum bytes of waiting pieces. If there are more, an error replaces them, and nothing follows.
+        hold: called in the loop with the number of bytes above `_HELD_FROM` of all pieces that wait, and of the event
+            that was taken last, if this number has changed much. A `BodyError` is like too many bytes.
         """
-        self._most_bytes = most_bytes
+        self._most_bytes, self._hold = most_bytes, hold
         self._loop = asyncio.get_running_loop()
         self._lock = threading.Lock()
         self._waiting: dict[object, Event] = {}
         self._num_bytes = 0  # of pieces that wait
+        self._taken = 0  # of the event that was taken last, which is being sent
+        self._held = 0  # what `hold` was called with
         self._came = asyncio.Event()
         self._too_many = self._told = False
         self.on_too_many: Callable[[], None] = lambda: None
@@ -35,15 +42,18 @@ class Events:
         with self._lock:
             if self._too_many:
                 return
+            wakes = not self._waiting
             self._add(event)
-            self._too_many = self._num_bytes > self._most_bytes
-            if self._too_many:
-                error = BodyError(f"more than {self._most_bytes:,} bytes wait to be read", code="not_read", status=500)
-                self._waiting = {Failed: Failed(error)}
-            wake = self._wake if self._too_many or len(self._waiting) == 1 else None
-        if wake:
+            if self._num_bytes > self._most_bytes:
+                self._refuse(f"more than {self._most_bytes:,} bytes wait to be read")
+            wakes |= self._too_many or self._num_bytes + self._taken > self._held + 2 * _HELD_FROM
+        if wakes:
             with suppress(RuntimeError):
-                self._loop.call_soon_threadsafe(wake)
+                self._loop.call_soon_threadsafe(self._wake)
+
+    def _refuse(self, why: str) -> None:
+        self._too_many, self._num_bytes = True, 0
+        self._waiting = {Failed: Failed(BodyError(why, code="not_read", status=500))}
 
     def _add(self, event: Event) -> None:
         key = type(event), event.number if isinstance(event, Piece | Complete | Progress) else 0
@@ -55,10 +65,28 @@ class Events:
         self._waiting[key] = event
 
     def _wake(self) -> None:
+        self._count()
         self._came.set()
+        self._tell_too_many()
+
+    def _tell_too_many(self) -> None:
         if self._too_many and not self._told:
             self._told = True
             self.on_too_many()
+
+    def _count(self) -> None:
+        """Calls `hold`."""
+        with self._lock:
+            held = max(0, self._num_bytes + self._taken - _HELD_FROM)
+            if held == self._held:
+                return
+            self._held = held
+        try:
+            self._hold(held)
+        except BodyError as error:
+            with self._lock:
+                self._refuse(str(error))
+            self._tell_too_many()
 
     async def next(self, timeout_s: float | None = None) -> Event | None:
         """The next event; `None` if there was none for `timeout_s` seconds."""
@@ -74,9 +102,8 @@ class Events:
         with self._lock:
             self._came.clear()
             key = next(iter(self._waiting), None)
-            if key is None:
-                return None
-            event = self._waiting.pop(key)
-            if isinstance(event, Piece):
-                self._num_bytes -= event.num_bytes
-            return event
+            event = None if key is None else self._waiting.pop(key)
+            self._taken = event.num_bytes if isinstance(event, Piece) else 0
+            self._num_bytes -= self._taken
+        self._count()
+        return event

@@ -52,7 +52,7 @@ _HEADERS = {"Cache-Control": "no-store", "X-Content-Type-Options": "nosniff"}
 
 
 class Held:
-    """The number of bytes of bodies, and of answers that are not streamed: of all clients together, and of each."""
+    """The number of bytes of bodies, and of answers that wait to be read: of all clients together, and of each."""
 
     def __init__(self, limits: ServerLimits) -> None:
         self._limits = limits
@@ -73,7 +73,7 @@ class Held:
             raise BodyError("too many long requests at a time; ask again later", code="too_much_held", status=503)
         if self._by_client[client] > self._limits.client_held_bytes:
             what = (
-                "too many of your long answers wait to be read; stream them"
+                "too many of your long answers wait to be read; stream them, and read the streams"
                 if answer
                 else "you send too many long requests at a time"
             )
@@ -87,16 +87,16 @@ class Held:
 
 
 class Body:
-    """The memory of one request: its body while it arrives, and until its prompt is made. Then its answer, if that is
-    not streamed, until all except the last piece of it was read."""
+    """The memory of one request: its body while it arrives, and until its prompt is made. Then its answer, until all
+    except the last piece of it was read; if the answer is streamed, the part of it that waits to be read."""
 
     def __init__(self, receive: Receive, held: Held, client: str, limits: ServerLimits, arrivals: Arrivals) -> None:
         self.client = client
         """The client of the request, see `Access.client`."""
         self._receive, self._held, self._limits, self._arrivals = receive, held, limits, arrivals
         self._began = time.monotonic()
-        self._come = self._counted = 0  # bytes
-        self._is_whole = False
+        self._come = self._counted = self._answer = 0  # bytes: arrived; held of the body, and of the answer
+        self._is_whole = self._has_ended = False
 
     async def receive(self) -> Message:
         """The next message of the request.
@@ -140,19 +140,29 @@ class Body:
                     self._is_whole = not message.get("more_body", False)
 
     def hold_answer(self, num_bytes: int) -> None:
-        """Adds bytes of the answer.
+        """Notes how many bytes of the answer are held now.
 
         Raises:
-            BodyError: the client's requests hold too much.
+            BodyError: they are more than before, and the client's requests hold too much.
         """
-        self._counted += num_bytes
-        self._held.add(self.client, num_bytes, answer=True)
+        more = 0 if self._has_ended else num_bytes - self._answer
+        self._answer += more
+        if more > 0:
+            self._held.add(self.client, more, answer=True)
+        else:
+            self._held.drop(self.client, -more)
 
     def release(self) -> None:
-        """Notes that nothing is held any more: the prompt is made, or will not be."""
+        """Notes that the body is not held any more: the prompt is made, or will not be."""
         self._arrivals.drop(self)
         self._held.drop(self.client, self._counted)
         self._counted = 0
+
+    def end(self) -> None:
+        """Notes that nothing is held any more, and will be."""
+        self.release()
+        self.hold_answer(0)
+        self._has_ended = True
 
     @staticmethod
     def too_long(limits: ServerLimits) -> BodyError:
@@ -211,7 +221,7 @@ class Gate:
                 response = await error_response(error, self._hidden, scope)
                 await response(scope, receive, noting_send)
         finally:
-            body.release()
+            body.end()
             route = self._routes(scope["path"])
             line = {
                 "time": round(time.time(), 3),

@@ -70,8 +70,11 @@ class Service:
     def queue(self) -> FairQueue[Job | Upload]:
         return self.worker.queue
 
-    async def ask(self, sent: UploadFile, endpoint: str, client: str) -> tuple[Job, Events, Delivery]:
-        """Puts a request for answers into the queue. Its body `sent` must stay open meanwhile.
+    async def ask(
+        self, sent: UploadFile, endpoint: str, client: str, hold: Callable[[int], None]
+    ) -> tuple[Job, Events, Delivery]:
+        """Puts a request for answers into the queue. Its body `sent` must stay open meanwhile. `hold`: see `Events`, if
+        the answers are streamed.
 
         Raises:
             BodyError: the request cannot be answered, or not now.
@@ -85,7 +88,7 @@ class Service:
             return _without_contents(request), prompts, delivery
 
         request, prompts, delivery = await self._prepare(client, sent, prepare)
-        events = Events(self.limits.unread_bytes if delivery.stream else self.limits.whole_bytes)
+        events = Events(self.limits.unread_bytes, hold) if delivery.stream else Events(self.limits.whole_bytes)
         told = delivery.timings_per_token, delivery.return_progress
         job = Job(client, events.send, request, prompts, *told)
         self._put(job)
