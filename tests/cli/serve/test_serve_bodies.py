@@ -111,8 +111,9 @@ def test_no_more_than_so_many_bodies_wait_for_their_prompts(looping):
         body = {"messages": [{"role": "user", "content": "x" * 40_000}]}
         asked = [server.at(OTHER).connect("POST", CHAT, body) for _ in range(6)]
         answers = [connection.getresponse() for connection in asked]
-        told = sorted((one.status, json.loads(one.read())["error"]["code"]) for one in answers)
-        assert told == [(400, "template_too_slow")] * 3 + [(429, "queue_full")] * 3
+        told = [(one.status, json.loads(one.read())["error"]["code"]) for one in answers]
+        assert set(told) == {(400, "template_too_slow"), (429, "queue_full")}
+        assert told.count((429, "queue_full")) in (3, 4), "two waited, and one was in work, perhaps before others came"
         assert server.chat("Why?").status == 200
 
 
