@@ -29,8 +29,7 @@ class ServerLimits:
     """Maximum bytes of a request's body, for any model; see `of_model`. The text of a million tokens has a fifth of
     that."""
     held_bytes: int = 2**29
-    """Maximum bytes of the bodies of all requests together, in memory and in files, until their prompts are made.
-    Answers that wait to be read count too, but are not refused."""
+    """Maximum bytes of the bodies of all requests together, in memory and in files, until their prompts are made."""
     client_held_bytes: int = 2**27
     """Maximum bytes of the bodies of one client's requests, and of its answers that wait to be read."""
     body_s: float = 30.0

@@ -170,7 +170,7 @@ class HostileClient:
         try:
             await self._ask(http_request("POST", COMPLETION, fields), patience_s=patience_s)
         except TimeoutError:
-            self._count("left")
+            self._count("no answer" if waits else "left")
 
     async def _stalled_bodies(self) -> None:
         """Several at a time that end at a random place, and sometimes enough to fill what all bodies may hold."""
@@ -253,7 +253,7 @@ class HostileClient:
 
     async def _hoarded(self) -> None:
         draw, loop, came = self._draw, asyncio.get_running_loop(), b""
-        fields = self._fields(stream=True, logprobs=_LOGPROBS, max_tokens=60)
+        fields = self._fields(stream=True, n=14, logprobs=_LOGPROBS, max_tokens=60)
         async with connected(self._port, self._source, small=True) as found:
             await loop.sock_sendall(found, http_request("POST", COMPLETION, fields))
             with suppress(TimeoutError):
@@ -383,7 +383,7 @@ class HostileClient:
             try:
                 await self._ask(upload_request(name, self._text(20_000)), patience_s=patience_s)
             except TimeoutError:
-                self._count("left")
+                self._count("no answer" if choice == "long" else "left")
 
     async def _contexts(self) -> None:
         """Contexts that are removed while they are asked about, and names that are none."""

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -115,8 +116,7 @@ with socket.socket() as connection:
 @pytest.mark.parametrize("told", ["owner_told", "lambda ends: None"])
 def test_a_number_that_stands_for_all_accounts_without_one_is_nobodys(told):
     """In a user namespace without accounts, everybody has this number, the server too."""
-    can = subprocess.run(["unshare", "--user", "true"], capture_output=True).returncode == 0
-    if not can:
+    if not shutil.which("unshare") or subprocess.run(["unshare", "--user", "true"], capture_output=True).returncode:
         pytest.skip("no user namespace can be made here")
     command = ["unshare", "--user", sys.executable, "-c", _UNMAPPED.replace("TOLD", told)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)

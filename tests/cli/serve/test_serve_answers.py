@@ -306,6 +306,7 @@ def test_metrics_count_what_is_uploaded_and_what_streams(serving, tmp_path, monk
     monkeypatch.setenv("TRIFORCE_HOME", str(tmp_path))
     with serving(resident=0.0) as server:
         tokens = server.upload("book", TEXT * 3).json["tokens"]
+        server.wait_for(lambda: server.metric("link_stored_bytes_total"))  # counted after the upload's end is sent
         read = server.metrics()
         assert read["prompt_tokens_total"] == read["uploaded_tokens_total"] == tokens
         assert read["link_stored_bytes_total"] > 0 and read["generated_tokens_total"] == 0

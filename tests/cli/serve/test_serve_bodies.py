@@ -107,7 +107,7 @@ def test_an_uploads_body_is_not_held_while_its_text_is_read(lasting):
 
 
 def test_no_more_than_so_many_bodies_wait_for_their_prompts(looping):
-    with serving_within(looping, limits={"render_s": 1.5}, max_queue=2) as server:
+    with serving_within(looping, limits={"render_s": 2.0}, max_queue=2) as server:
         body = {"messages": [{"role": "user", "content": "x" * 40_000}]}
         asked = [server.at(OTHER).connect("POST", CHAT, body) for _ in range(6)]
         answers = [connection.getresponse() for connection in asked]

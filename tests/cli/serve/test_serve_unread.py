@@ -176,23 +176,35 @@ def test_an_answer_that_is_not_taken_counts_with_its_client(long_pair):
 
 
 def test_unread_streams_count_with_their_client(long_pair):
-    """Each has 5.4 MB to say, most of which waits. One fits, two do not; and nothing is left of them."""
+    """Each has 5.4 MB to say, most of which waits: one fits. Where several come to the limit, one of them is cut for
+    each that does not fit."""
     asked = {"stream": True, "max_tokens": 500, "logprobs": 20}
-    other = "127.0.0.2"
     with serving_within(long_pair, limits=SMALL | {"client_held_bytes": 5_900_000}) as server:
+        other, tokens = server.at("127.0.0.2"), 0
 
-        def wait_for(unread):
+        def wait_for(unread, more):
+            nonlocal tokens
+            tokens += more
+            server.wait_for(lambda: metric(server, "generated_tokens_total") >= tokens)
             server.wait_for(lambda: metric(server, "unread_total") == unread and metric(server, "running_answers") == 0)
 
-        for turn in range(2):
-            with post(server, other, **asked) as first, post(server, **asked) as of_another:
-                wait_for(turn)
-                with post(server, other, **asked) as read:
-                    assert everything(read)[1], "who reads is not cut for what else waits for him"
-                with post(server, other, **asked) as second:
-                    wait_for(turn + 1)
-                    assert not everything(second)[1]
-                assert everything(first)[1] and everything(of_another)[1]
+        with post(server, **asked) as of_another, post(server, other.address, **asked) as first:
+            wait_for(0, 1000)
+            with post(server, other.address, **asked) as second, post(server, other.address, **asked) as third:
+                wait_for(2, 0)
+                read = other.complete(n=16, max_tokens=20, logprobs=20, stream=True)
+                assert read.events[-1] == "[DONE]", "who reads is not cut for what else waits for him"
+                assert [everything(one)[1] for one in (first, second, third)].count(True) == 1
+                tokens = metric(server, "generated_tokens_total")
+            with post(server, other.address, **asked) as last:
+                wait_for(2, 500)
+                reply = other.complete(max_tokens=2, user="x" * 4_000_000)
+                assert reply.status == 200, "a stream makes room for a body"
+                wait_for(3, 0)
+                assert not everything(last)[1]
+            assert everything(of_another)[1]
+        held = server.server.app._held
+        server.wait_for(lambda: not held._by_client and not held._bodies and not held.streams)
 
 
 @pytest.mark.slow

@@ -121,8 +121,6 @@ class Answering:
                         continue
                     self._judge(event)
                     looks = self._begins_round(event)
-                    if not self._tasks or (looks and time.monotonic() - self._counted_at > _COUNT_S):
-                        self._count_traffic(session)
                     if event and (event.task.owner.abandoned or isinstance(event.task.owner, Check)):
                         event = None
                     if isinstance(event, Written):
@@ -135,6 +133,8 @@ class Answering:
                         for task in self._tasks:
                             if task.owner.abandoned:
                                 session.end(task)
+                    if not self._tasks or (looks and time.monotonic() - self._counted_at > _COUNT_S):
+                        self._count_traffic(session)
             self._fail_all(
                 self._cut_by() or BodyError("the run ended before the answer", code="not_answered", status=500)
             )

@@ -112,7 +112,7 @@ class Routes:
         service = self._service
         body = _body_of(request)
         async with self._received(request) as sent:
-            asking = service.ask(sent, request.url.path, body.client, body.hold_answer)
+            asking = service.ask(sent, request.url.path, body.client, body.hold_unread)
             job, events, delivery = await self._until_gone(request, None, asking)
         body.release()
         noted = request.scope["triforce"]
@@ -237,6 +237,7 @@ class Routes:
             cut(request.scope)
 
         events.on_too_many = too_much_unread
+        _body_of(request).begin_stream(too_much_unread)
         try:
             first = await self._until_gone(request, work, events.next(self._service.limits.first_event_s))
         except BaseException:

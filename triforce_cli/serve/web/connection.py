@@ -75,7 +75,8 @@ class Connections:
             useless = [one for one in self._open if one.asks_nothing or one.is_unread]
             count = Counter(self._open[one] for one in useless)
             if useless:  # the new one may be closing already
-                max(useless, key=lambda one: (count[self._open[one]], one.asks_nothing, one.unread_s)).cut()
+                found = max(useless, key=lambda one: (count[self._open[one]], one.asks_nothing, one.unread_s))
+                found.cut(unread=not found.asks_nothing)
 
     def drop(self, connection: Connection) -> None:
         """Removes a connection that is closed."""

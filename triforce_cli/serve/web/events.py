@@ -11,7 +11,7 @@ from ...session.wire import BodyError
 from ..answering.jobs import Complete, Event, Failed, Piece, Progress
 
 _HELD_FROM = 2**16
-"""Bytes of pieces that wait without being counted for their client. Of a stream that is read, fewer wait."""
+"""Bytes of pieces that wait without being counted for their client. Of most streams that are read, fewer wait."""
 
 
 class Events:
@@ -23,7 +23,7 @@ class Events:
         """Args:
         most_bytes: maximum bytes of waiting pieces. If there are more, an error replaces them, and nothing follows.
         hold: called in the loop with the number of bytes above `_HELD_FROM` of all pieces that wait, and of the event
-            that was taken last, if this number has changed much. A `BodyError` is like too many bytes.
+            that was taken last, if this number has changed much.
         """
         self._most_bytes, self._hold = most_bytes, hold
         self._loop = asyncio.get_running_loop()
@@ -44,16 +44,14 @@ class Events:
                 return
             wakes = not self._waiting
             self._add(event)
-            if self._num_bytes > self._most_bytes:
-                self._refuse(f"more than {self._most_bytes:,} bytes wait to be read")
+            self._too_many = self._num_bytes > self._most_bytes
+            if self._too_many:
+                error = BodyError(f"more than {self._most_bytes:,} bytes wait to be read", code="not_read", status=500)
+                self._waiting, self._num_bytes = {Failed: Failed(error)}, 0
             wakes |= self._too_many or self._num_bytes + self._taken > self._held + 2 * _HELD_FROM
         if wakes:
             with suppress(RuntimeError):
                 self._loop.call_soon_threadsafe(self._wake)
-
-    def _refuse(self, why: str) -> None:
-        self._too_many, self._num_bytes = True, 0
-        self._waiting = {Failed: Failed(BodyError(why, code="not_read", status=500))}
 
     def _add(self, event: Event) -> None:
         key = type(event), event.number if isinstance(event, Piece | Complete | Progress) else 0
@@ -67,9 +65,6 @@ class Events:
     def _wake(self) -> None:
         self._count()
         self._came.set()
-        self._tell_too_many()
-
-    def _tell_too_many(self) -> None:
         if self._too_many and not self._told:
             self._told = True
             self.on_too_many()
@@ -81,12 +76,7 @@ class Events:
             if held == self._held:
                 return
             self._held = held
-        try:
-            self._hold(held)
-        except BodyError as error:
-            with self._lock:
-                self._refuse(str(error))
-            self._tell_too_many()
+        self._hold(held)
 
     async def next(self, timeout_s: float | None = None) -> Event | None:
         """The next event; `None` if there was none for `timeout_s` seconds."""

@@ -52,11 +52,15 @@ _HEADERS = {"Cache-Control": "no-store", "X-Content-Type-Options": "nosniff"}
 
 
 class Held:
-    """The number of bytes of bodies, and of answers that wait to be read: of all clients together, and of each."""
+    """The number of bytes of the bodies of all clients together, and of the bodies and unread answers of each client.
+    If a client holds too much, its streams give way: first the one of which the most is unread."""
 
     def __init__(self, limits: ServerLimits) -> None:
         self._limits = limits
+        self._bodies = 0
         self._by_client = Counter[str]()
+        self.streams: dict[Body, Callable[[], None]] = {}
+        """The requests whose answers are streamed, each with what cuts the stream."""
 
     def add(self, client: str, num_bytes: int, *, answer: bool = False) -> None:
         """Adds bytes of a client.
@@ -69,18 +73,26 @@ class Held:
             BodyError: the limit is exceeded.
         """
         self._by_client[client] += num_bytes
-        if not answer and self._by_client.total() > self._limits.held_bytes:
+        self._bodies += 0 if answer else num_bytes
+        if self._bodies > self._limits.held_bytes and not answer:
             raise BodyError("too many long requests at a time; ask again later", code="too_much_held", status=503)
-        if self._by_client[client] > self._limits.client_held_bytes:
-            what = (
-                "too many of your long answers wait to be read; stream them, and read the streams"
-                if answer
-                else "you send too many long requests at a time"
-            )
-            raise BodyError(what, code="too_much_held", status=429)
+        while self._by_client[client] > self._limits.client_held_bytes:
+            unread = [body for body in self.streams if body.client == client and body.unread]
+            if not unread:
+                what = (
+                    "too many of your long answers wait to be read; stream them"
+                    if answer
+                    else "you send too many long requests at a time"
+                )
+                raise BodyError(what, code="too_much_held", status=429)
+            most = max(unread, key=lambda body: body.unread)
+            cut = self.streams[most]
+            most.end()
+            cut()
 
-    def drop(self, client: str, num_bytes: int) -> None:
+    def drop(self, client: str, num_bytes: int, *, answer: bool = False) -> None:
         """Removes bytes of a client."""
+        self._bodies -= 0 if answer else num_bytes
         self._by_client[client] -= num_bytes
         if not self._by_client[client]:
             del self._by_client[client]
@@ -95,8 +107,10 @@ class Body:
         """The client of the request, see `Access.client`."""
         self._receive, self._held, self._limits, self._arrivals = receive, held, limits, arrivals
         self._began = time.monotonic()
-        self._come = self._counted = self._answer = 0  # bytes: arrived; held of the body, and of the answer
+        self._come = self._counted = 0  # bytes that have arrived, and those of them that are held
         self._is_whole = self._has_ended = False
+        self.unread = 0
+        """The number of bytes of the answer that are held until the client has read them."""
 
     async def receive(self) -> Message:
         """The next message of the request.
@@ -145,12 +159,21 @@ class Body:
         Raises:
             BodyError: they are more than before, and the client's requests hold too much.
         """
-        more = 0 if self._has_ended else num_bytes - self._answer
-        self._answer += more
+        more = 0 if self._has_ended else num_bytes - self.unread
+        self.unread += more
         if more > 0:
             self._held.add(self.client, more, answer=True)
         else:
-            self._held.drop(self.client, -more)
+            self._held.drop(self.client, -more, answer=True)
+
+    def hold_unread(self, num_bytes: int) -> None:
+        """`hold_answer` of an answer that is streamed. Its stream, or others of the client, may be cut."""
+        with suppress(BodyError):
+            self.hold_answer(num_bytes)
+
+    def begin_stream(self, cut: Callable[[], None]) -> None:
+        """Notes that the answer is streamed. `cut` cuts the stream; it may be called until `end`."""
+        self._held.streams[self] = cut
 
     def release(self) -> None:
         """Notes that the body is not held any more: the prompt is made, or will not be."""
@@ -159,7 +182,8 @@ class Body:
         self._counted = 0
 
     def end(self) -> None:
-        """Notes that nothing is held any more, and will be."""
+        """Notes that nothing is held any more, and nothing will be."""
+        self._held.streams.pop(self, None)
         self.release()
         self.hold_answer(0)
         self._has_ended = True
