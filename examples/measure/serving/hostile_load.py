@@ -46,7 +46,10 @@ _SERVER = (
 )
 """Clients need a core, too; in float32 an answer is the same in any company."""
 
-_CONTEXTS_MAX = "512MB"
+_CONTEXTS_MAX = "1500MB"
+"""Room for all texts that are saved at the same time (in float32, up to 310 MiB each): a quota of which contexts in use
+take too much would refuse uploads with 507. Older uploads still give way to newer ones."""
+
 _MOST_GROWTH = 1.05
 _NEAR = 1e-3
 """How far a logarithm of a probability may be from what it is alone: sums of more rows have another order."""
