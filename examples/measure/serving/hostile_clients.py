@@ -164,8 +164,9 @@ class HostileClient:
     async def _many_answers(self) -> None:
         draw = self._draw
         n = _ANSWERS if draw.random() < 0.8 else draw.choice((_ANSWERS + 1, 10**9, 10**30))
-        waits = draw.random() < 0.3
-        tokens, patience_s = (2, PATIENCE_S) if waits else (draw.randrange(16, 65), draw.uniform(5, 60))
+        tokens, patience_s, waits = draw.randrange(16, 65), draw.uniform(5, 60), draw.random() < 0.3
+        if waits:  # all others have their turns between two answers of this client: of many, the last come too late
+            n, patience_s = min(n, 8), PATIENCE_S
         fields = self._fields(n=n, logprobs=_LOGPROBS, max_tokens=tokens, stream=draw.random() < 0.5)
         try:
             await self._ask(http_request("POST", COMPLETION, fields), patience_s=patience_s)
