@@ -69,6 +69,7 @@ class FreeMemory:
             return
         library.mallopt(_M_MMAP_MAX, 0)
         library.mallopt(_M_TRIM_THRESHOLD, -1)  # never by itself
+        library.malloc_trim(ctypes.c_size_t(0))
         library.malloc.restype = ctypes.c_void_p
         block = library.malloc(ctypes.c_size_t(RESERVED_BYTES))
         if block:

@@ -262,7 +262,10 @@ class HostileClient:
                     while piece := await loop.sock_recv(found, 4096):
                         came = came or piece
                         await asyncio.sleep(10.0)
-        self._count(came.split(b" ", 2)[1].decode("latin-1") if came else "held")
+        status = came.split(b" ", 2)[1].decode("latin-1") if came else "held"
+        self._count(status)
+        if status.startswith("5") and status != "503":
+            self._tally.take(self._kind, b"(a stream of which hardly anything is taken)", reply_of(came))
 
     async def _floods(self) -> None:
         """Up to 200 requests at a time that cost no answer, or connections that begin a head and stop."""

@@ -221,8 +221,10 @@ def test_connections_without_a_whole_request_make_room_for_others(pair):
             connection.close()
 
 
-def test_connections_that_are_not_read_make_room_for_others(long_pair):
-    """They ask for answers that do not fit on the way, so that none of them is idle."""
+@pytest.mark.parametrize("address", ["127.0.0.1", OTHER])
+def test_connections_that_are_not_read_make_room_for_others(long_pair, address):
+    """They ask for answers that do not fit on the way, so that none of them is idle. Also for others of the same
+    address: those of users behind a proxy."""
     with serving_within(long_pair, limits={"connections": 8, "send_buffer_bytes": 2**12}) as server:
         unread = []
         for seed in range(8):
@@ -237,9 +239,11 @@ def test_connections_that_are_not_read_make_room_for_others(long_pair):
         server.wait_for(lambda: server.worker.running)
         server.wait_for(lambda: server.worker.running == len(server.worker.queue) == 0)
         assert server.log == ["ready"], "all of them are open"
-        replies = server.at_once(*[server.complete] * 3)
-        assert [reply.status for reply in replies] == [200] * 3
-        server.wait_for(lambda: sum('"client": "127.0.0.2"' in line for line in server.log) >= 3)
+        asked = [
+            server.at(address).connect("POST", COMPLETION, {"prompt": "It was", "max_tokens": 9}) for _ in range(3)
+        ]
+        assert [connection.getresponse().status for connection in asked] == [200] * 3
+        server.wait_for(lambda: sum('"unread": true' in line for line in server.log) >= 3)
         for connection in unread:
             connection.close()
 

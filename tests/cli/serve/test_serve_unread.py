@@ -192,7 +192,7 @@ def test_unread_streams_count_with_their_client(long_pair):
             wait_for(0, 1000)
             with post(server, other.address, **asked) as second, post(server, other.address, **asked) as third:
                 wait_for(2, 0)
-                read = other.complete(n=16, max_tokens=20, logprobs=20, stream=True)
+                read = other.complete(n=16, max_tokens=3, logprobs=20, stream=True)
                 assert read.events[-1] == "[DONE]", "who reads is not cut for what else waits for him"
                 assert [everything(one)[1] for one in (first, second, third)].count(True) == 1
                 tokens = metric(server, "generated_tokens_total")
@@ -203,8 +203,6 @@ def test_unread_streams_count_with_their_client(long_pair):
                 wait_for(3, 0)
                 assert not everything(last)[1]
             assert everything(of_another)[1]
-        held = server.server.app._held
-        server.wait_for(lambda: not held._by_client and not held._bodies and not held.streams)
 
 
 @pytest.mark.slow

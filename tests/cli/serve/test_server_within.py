@@ -13,6 +13,8 @@ from triforce.cli.serve.answering import jobs
 from triforce.cli.serve.answering.answering import Answering
 from triforce.cli.serve.answering.arrivals import Arrivals
 from triforce.cli.serve.http_limits import ServerLimits
+from triforce.cli.serve.web.gate import Body, Held
+from triforce.cli.session.wire import BodyError
 from triforce.cli.terminal.stopping import Signals
 from triforce.offload import Run
 from triforce.tp.errors import PeerError
@@ -293,6 +295,42 @@ def test_no_request_counts_as_arriving_once_its_prompt_is_made_or_refused(pair):
         connection.getresponse().read(10)
         assert not server.worker.arrivals, "it is being answered"
         connection.close()
+
+
+def test_of_what_a_client_holds_the_longest_unread_stream_goes_first():
+    held, cut = Held(ServerLimits(client_held_bytes=100, held_bytes=150)), []
+
+    def begin(name, client="one"):
+        found = Body(None, held, client, ServerLimits(), Arrivals())  # pyright: ignore[reportArgumentType]
+        found.begin_stream(lambda: cut.append(name))
+        return found
+
+    bodies = {name: begin(name) for name in "abc"} | {"d": begin("d", "other")}
+    for name, unread in {"a": 20, "b": 60, "d": 90, "c": 19}.items():
+        bodies[name].hold_unread(unread)
+    assert cut == [], "99 of 100"
+    bodies["c"].hold_unread(22)
+    assert cut == ["b"], "not the one that grows"
+    bodies["b"].hold_unread(70)
+    bodies["a"].hold_unread(10)
+    held.add("one", 80)  # a body
+    assert cut == ["b", "c"]
+    with pytest.raises(BodyError, match="long requests") as refused:
+        held.add("one", 30)
+    assert refused.value.status == 429 and cut == ["b", "c"], "it would not have helped to cut a stream"
+    held.drop("one", 30)
+    bodies["a"].hold_unread(30)
+    assert cut == ["b", "c", "a"], "its own"
+    held.add("other", 5)
+    with pytest.raises(BodyError) as refused:
+        held.add("third", 70)
+    assert refused.value.status == 503, "of bodies, 150 together; answers do not count"
+    held.drop("third", 70)
+    held.drop("other", 5)
+    held.drop("one", 80)
+    for body in bodies.values():
+        body.end()
+    assert not held._by_client and not held._bodies and not held.streams
 
 
 @pytest.mark.parametrize("engine_computes", [True, False])

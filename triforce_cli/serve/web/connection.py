@@ -67,15 +67,14 @@ class Connections:
         self._open: dict[Connection, str] = {}  # and their clients, in the order in which they were opened
 
     def add(self, connection: Connection, client: str) -> None:
-        """Adds a new connection. If there are too many, one is closed that is idle or whose data are not read. It
-        belongs to the client that has the most of these. It is the oldest idle one, or if none is idle, the one that
-        has not been read for the longest time."""
+        """Adds a new connection. If there are too many, one is closed that is idle or whose data are not read: of the
+        client that has the most of these, the one that has been so for the longest time."""
         self._open[connection] = client
         if len(self._open) > self._most:
             useless = [one for one in self._open if one.asks_nothing or one.is_unread]
             count = Counter(self._open[one] for one in useless)
             if useless:  # the new one may be closing already
-                found = max(useless, key=lambda one: (count[self._open[one]], one.asks_nothing, one.unread_s))
+                found = max(useless, key=lambda one: (count[self._open[one]], one.useless_s))
                 found.cut(unread=not found.asks_nothing)
 
     def drop(self, connection: Connection) -> None:
@@ -106,6 +105,7 @@ class Connection(H11Protocol):
         self._taken = self._waited = 0
         self._took_at = 0.0
         self._idle_since = self.loop.time()
+        self._was_cut = False
         self._timer: asyncio.TimerHandle | None = None
         self._owner: asyncio.Future[int | None] | None = None
 
@@ -125,10 +125,9 @@ class Connection(H11Protocol):
         return not self.transport.is_closing() and self.flow.write_paused
 
     @property
-    def unread_s(self) -> float:
-        """For how many seconds nothing or almost nothing was read of the waiting data; 0 if enough was read, or if the
-        connection is idle."""
-        return self.loop.time() - self._took_at if self.is_unread and not self.asks_nothing else 0.0
+    def useless_s(self) -> float:
+        """For how many seconds the connection has been idle, or nothing or almost nothing was read of its data."""
+        return self.loop.time() - (self._idle_since if self.asks_nothing else self._took_at)
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         self._counted = _Counted(transport)
@@ -153,10 +152,11 @@ class Connection(H11Protocol):
         Args:
             unread: whether the reason is that the client does not read.
         """
-        if unread:
+        if unread and not self._was_cut:
             if self.cycle and not self.cycle.response_complete:
                 self.cycle.scope.get("triforce", {})["unread"] = True  # for the log
             self._on_unread()
+        self._was_cut = True
         with suppress(OSError):  # the client may have gone just now
             self.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
         self.transport.abort()

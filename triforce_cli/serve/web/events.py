@@ -47,7 +47,8 @@ class Events:
             self._too_many = self._num_bytes > self._most_bytes
             if self._too_many:
                 error = BodyError(f"more than {self._most_bytes:,} bytes wait to be read", code="not_read", status=500)
-                self._waiting, self._num_bytes = {Failed: Failed(error)}, 0
+                self._waiting = {Failed: Failed(error)}
+                self._num_bytes = 0
             wakes |= self._too_many or self._num_bytes + self._taken > self._held + 2 * _HELD_FROM
         if wakes:
             with suppress(RuntimeError):

@@ -76,18 +76,23 @@ class Held:
         self._bodies += 0 if answer else num_bytes
         if self._bodies > self._limits.held_bytes and not answer:
             raise BodyError("too many long requests at a time; ask again later", code="too_much_held", status=503)
-        while self._by_client[client] > self._limits.client_held_bytes:
-            unread = [body for body in self.streams if body.client == client and body.unread]
-            if not unread:
-                what = (
-                    "too many of your long answers wait to be read; stream them"
-                    if answer
-                    else "you send too many long requests at a time"
-                )
-                raise BodyError(what, code="too_much_held", status=429)
-            most = max(unread, key=lambda body: body.unread)
-            cut = self.streams[most]
-            most.end()
+        most = self._limits.client_held_bytes
+        if self._by_client[client] <= most:
+            return
+        unread = sorted(
+            (one for one in self.streams if one.client == client and one.unread), key=lambda one: one.unread
+        )
+        if self._by_client[client] - sum(one.unread for one in unread) > most:  # it would not help to cut them
+            what = (
+                "too many of your long answers wait to be read; stream them"
+                if answer
+                else "you send too many long requests at a time, or leave too many long answers unread"
+            )
+            raise BodyError(what, code="too_much_held", status=429)
+        while self._by_client[client] > most:
+            longest = unread.pop()
+            cut = self.streams[longest]
+            longest.end()
             cut()
 
     def drop(self, client: str, num_bytes: int, *, answer: bool = False) -> None:
@@ -168,8 +173,12 @@ class Body:
 
     def hold_unread(self, num_bytes: int) -> None:
         """`hold_answer` of an answer that is streamed. Its stream, or others of the client, may be cut."""
-        with suppress(BodyError):
+        try:
             self.hold_answer(num_bytes)
+        except BodyError:  # there would be too much without streams, too
+            cut = self._held.streams.get(self, lambda: None)
+            self.end()
+            cut()
 
     def begin_stream(self, cut: Callable[[], None]) -> None:
         """Notes that the answer is streamed. `cut` cuts the stream; it may be called until `end`."""
