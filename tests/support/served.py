@@ -93,6 +93,17 @@ class Client:
         body, kind = _form(name, text)
         return self.connect("POST", "/v1/contexts", body, Content_Type=kind)
 
+    def ask_unread(self, **fields: Any) -> socket.socket:
+        """A connection that has asked for an answer, and is not read. Little of the answer fits on its way."""
+        raw = json.dumps({"prompt": "It was", "temperature": 0, "max_tokens": 900, **fields}).encode()
+        connection = socket.socket()
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+        connection.bind((self.address, 0))
+        connection.connect(("127.0.0.1", self.port))
+        head = f"POST {COMPLETION} HTTP/1.1\r\nHost: 127.0.0.1:{self.port}\r\nContent-Length: {len(raw)}\r\n\r\n"
+        connection.sendall(head.encode() + raw)
+        return connection
+
     def metrics(self) -> dict[str, float]:
         """Those without labels, by name."""
         lines = self.ask("GET", "/metrics").body.decode().splitlines()

@@ -62,8 +62,8 @@ class FreeMemory:
         return (_free_bytes() or 0) + free_reserve()
 
     def reserve(self) -> None:
-        """Takes `RESERVED_BYTES` of free memory now, which stays with this process from here on. Later allocations of
-        any size come from it, as long as it suffices. Only with glibc."""
+        """Returns all free memory and takes `RESERVED_BYTES` anew, which stay with this process from here on. Later
+        allocations of any size come from it, as long as it suffices. Only with glibc."""
         library = ctypes.CDLL(None)
         if not hasattr(library, "mallinfo2"):
             return
@@ -92,12 +92,12 @@ class FreeMemory:
         if freeze:
             gc.freeze()
         free = _free_bytes()
-        kept = self._least + _SURPLUS_BYTES if self._reserved else _KEPT_BYTES if runs else -1
-        if free > kept if free is not None else not self._reserved:
+        if self._reserved:
+            if free is not None and free > self._least + _SURPLUS_BYTES:
+                self.reserve()
+        elif not runs or free is None or free > _KEPT_BYTES:
             with suppress(AttributeError):
                 ctypes.CDLL(None).malloc_trim(ctypes.c_size_t(0))
-            if self._reserved:
-                self.reserve()
 
 
 def _free_bytes() -> int | None:

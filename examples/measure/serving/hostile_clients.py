@@ -140,6 +140,13 @@ class HostileClient:
         self._tally.take(self._kind, raw, reply)
         return reply
 
+    async def _ask_and_leave(self, raw: bytes, seconds: float) -> None:
+        """Asks, and waits no longer than so many seconds."""
+        try:
+            await self._ask(raw, patience_s=seconds)
+        except TimeoutError:
+            self._count("left")
+
     def _fields(self, **more: Any) -> dict[str, Any]:
         draw = self._draw
         return {
@@ -164,14 +171,11 @@ class HostileClient:
     async def _many_answers(self) -> None:
         draw = self._draw
         n = _ANSWERS if draw.random() < 0.8 else draw.choice((_ANSWERS + 1, 10**9, 10**30))
-        tokens, patience_s, waits = draw.randrange(16, 65), draw.uniform(5, 60), draw.random() < 0.3
-        if waits:  # all others have their turns between two answers of this client: of many, the last come too late
-            n, patience_s = min(n, 8), PATIENCE_S
-        fields = self._fields(n=n, logprobs=_LOGPROBS, max_tokens=tokens, stream=draw.random() < 0.5)
-        try:
-            await self._ask(http_request("POST", COMPLETION, fields), patience_s=patience_s)
-        except TimeoutError:
-            self._count("no answer" if waits else "left")
+        fields = self._fields(n=n, logprobs=_LOGPROBS, max_tokens=draw.randrange(16, 65), stream=draw.random() < 0.5)
+        if draw.random() < 0.3:  # not for more: all others have their turns between two answers of this client
+            await self._ask(http_request("POST", COMPLETION, fields | {"n": min(n, 8)}))
+        else:
+            await self._ask_and_leave(http_request("POST", COMPLETION, fields), draw.uniform(5, 60))
 
     async def _stalled_bodies(self) -> None:
         """Several at a time that end at a random place, and sometimes enough to fill what all bodies may hold."""
@@ -262,10 +266,7 @@ class HostileClient:
                     while piece := await loop.sock_recv(found, 4096):
                         came = came or piece
                         await asyncio.sleep(10.0)
-        status = came.split(b" ", 2)[1].decode("latin-1") if came else "held"
-        self._count(status)
-        if status.startswith("5") and status != "503":
-            self._tally.take(self._kind, b"(a stream of which hardly anything is taken)", reply_of(came))
+        self._count_begun(came, "held")
 
     async def _floods(self) -> None:
         """Up to 200 requests at a time that cost no answer, or connections that begin a head and stop."""
@@ -378,16 +379,14 @@ class HostileClient:
         elif choice == "said to be too long":
             raw = http_request("POST", CONTEXTS, b"").replace(b"Content-Length: 0", b"Content-Length: 10000000000")
             await self._ask(raw)
+        elif choice == "long":
+            await self._ask(upload_request(name, self._text(20_000)))
         elif choice == "twice":
             raw = upload_request(name, self._text(1500))
             await asyncio.gather(self._ask(raw), self._ask(raw, source=self._other))
             await self._ask(http_request("DELETE", f"{CONTEXTS}/{name}"))
         else:
-            patience_s = PATIENCE_S if choice == "long" else draw.uniform(1, 20)
-            try:
-                await self._ask(upload_request(name, self._text(20_000)), patience_s=patience_s)
-            except TimeoutError:
-                self._count("no answer" if choice == "long" else "left")
+            await self._ask_and_leave(upload_request(name, self._text(20_000)), draw.uniform(1, 20))
 
     async def _contexts(self) -> None:
         """Contexts that are removed while they are asked about, and names that are none."""
@@ -453,13 +452,8 @@ class HostileClient:
         elif choice == "system":
             fields["system"] = [{"type": "text", "text": "Be brief. " * 20}] * many
         path = draw.choice((MESSAGES, MESSAGES, COUNT_TOKENS))
-        await self._together(draw.randrange(1, 5), lambda: self._message(http_request("POST", path, fields)))
-
-    async def _message(self, raw: bytes) -> None:
-        try:
-            await self._ask(raw, patience_s=self._draw.uniform(5, 120))
-        except TimeoutError:
-            self._count("left")
+        raw = http_request("POST", path, fields)
+        await self._together(draw.randrange(1, 5), lambda: self._ask_and_leave(raw, draw.uniform(5, 120)))
 
     async def _together(self, count: int, act: Callable[[], Awaitable[None]]) -> None:
         """Does something several times at once; one that fails ends no other."""
@@ -482,10 +476,14 @@ class HostileClient:
             ended = True
         except TimeoutError:
             ended = False
+        self._count_begun(came, "closed by the server" if ended else "held", "" if ended else ", held")
+
+    def _count_begun(self, came: bytes, otherwise: str, more: str = "") -> None:
+        """Counts the status of a reply that has begun, with what else is said of it; or `otherwise`, if none has."""
         if not came:
-            self._count("closed by the server" if ended else "held")
+            self._count(otherwise)
             return
-        self._count(f"{came.split(b' ', 2)[1].decode('latin-1')}{'' if ended else ', held'}")
+        self._count(f"{came.split(b' ', 2)[1].decode('latin-1')}{more}")
         if came.startswith(b"HTTP/1.1 5") and not came.startswith(b"HTTP/1.1 503"):
             self._tally.take(self._kind, b"(a connection that sends nothing more)", reply_of(came))
 

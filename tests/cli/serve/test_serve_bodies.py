@@ -226,16 +226,7 @@ def test_connections_that_are_not_read_make_room_for_others(long_pair, address):
     """They ask for answers that do not fit on the way, so that none of them is idle. Also for others of the same
     address: those of users behind a proxy."""
     with serving_within(long_pair, limits={"connections": 8, "send_buffer_bytes": 2**12}) as server:
-        unread = []
-        for seed in range(8):
-            connection = socket.socket()
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2**11)
-            connection.bind((OTHER, 0))
-            connection.connect(("127.0.0.1", server.port))
-            asked = {"prompt": "It was", "seed": seed, "max_tokens": 400, "logprobs": 12, "stream": True}
-            body = json.dumps(asked).encode()
-            connection.sendall(HEAD.replace(b"100000", str(len(body)).encode()) + body)
-            unread.append(connection)
+        unread = [server.at(OTHER).ask_unread(max_tokens=400, logprobs=12, stream=True) for _ in range(8)]
         server.wait_for(lambda: server.worker.running)
         server.wait_for(lambda: server.worker.running == len(server.worker.queue) == 0)
         assert server.log == ["ready"], "all of them are open"

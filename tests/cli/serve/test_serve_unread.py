@@ -1,7 +1,6 @@
 """Clients who do not read what they asked for: what waits for them is bounded, and others are answered meanwhile."""
 
 import json
-import socket
 import time
 from typing import Any
 
@@ -9,21 +8,8 @@ import psutil
 import pytest
 from served_within import serving_within
 
-COMPLETION = "/v1/completions"
 SMALL = {"send_buffer_bytes": 4096}
 """So that little is on the way, and what is not read waits in the server."""
-
-
-def post(server, address="127.0.0.1", **fields):
-    """A connection that has asked for an answer, and is not read."""
-    raw = json.dumps({"prompt": "It was", "temperature": 0, "max_tokens": 900, **fields}).encode()
-    connection = socket.socket()
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
-    connection.bind((address, 0))
-    connection.connect(("127.0.0.1", server.port))
-    head = f"POST {COMPLETION} HTTP/1.1\r\nHost: 127.0.0.1:{server.port}\r\nContent-Length: {len(raw)}\r\n\r\n"
-    connection.sendall(head.encode() + raw)
-    return connection
 
 
 def everything(connection, pause_s=0.0):
@@ -81,7 +67,7 @@ def test_a_stream_that_is_read_late_brings_the_same_in_fewer_pieces(long_pair):
             "timings_per_token": True,
             "max_tokens": 400,
         }
-        with post(server, stream=True, **fields) as late:
+        with server.ask_unread(stream=True, **fields) as late:
             server.wait_for(lambda: metric(server, "generated_tokens_total") >= 800, seconds=60)
             raw, whole = everything(late)
         assert whole
@@ -105,7 +91,7 @@ def test_a_stream_that_is_read_late_brings_the_same_in_fewer_pieces(long_pair):
 def test_a_stream_is_broken_off_where_too_much_of_it_waits(long_pair):
     with serving_within(long_pair, limits=SMALL | {"unread_bytes": 2**16}) as server:
         alone = server.complete(max_tokens=20).json["choices"]
-        with post(server, stream=True, max_tokens=8000, logprobs=1) as unread:
+        with server.ask_unread(stream=True, max_tokens=8000, logprobs=1) as unread:
             server.wait_for(lambda: metric(server, "generated_tokens_total") > 100)
             assert server.complete(max_tokens=20).json["choices"] == alone
             server.wait_for(lambda: metric(server, "unread_total") == 1 and metric(server, "running_answers") == 0)
@@ -120,7 +106,7 @@ def test_a_stream_is_broken_off_where_too_much_of_it_waits(long_pair):
 def test_a_connection_is_closed_whose_client_takes_nothing(long_pair, stream):
     with serving_within(long_pair, limits=SMALL | {"unread_s": 0.4}) as server:
         connections = len(psutil.Process().net_connections())
-        with post(server, stream=stream, logprobs=5, max_tokens=400) as unread:
+        with server.ask_unread(stream=stream, logprobs=5, max_tokens=400) as unread:
             server.wait_for(lambda: metric(server, "unread_total") == 1 and metric(server, "running_answers") == 0)
             server.wait_for(lambda: len(psutil.Process().net_connections()) <= connections + 1)
             _, whole = everything(unread)
@@ -130,7 +116,7 @@ def test_a_connection_is_closed_whose_client_takes_nothing(long_pair, stream):
 
 def test_who_reads_slowly_is_waited_for(long_pair):
     with serving_within(long_pair, limits=SMALL | {"unread_s": 0.4}) as server:
-        with post(server, stream=True, logprobs=1) as slow:
+        with server.ask_unread(stream=True, logprobs=1) as slow:
             raw, whole = everything(slow, pause_s=0.01)
         assert whole and events_of(raw)
         assert metric(server, "unread_total") == 0
@@ -164,7 +150,7 @@ def test_an_answer_that_is_not_taken_counts_with_its_client(long_pair):
     with serving_within(long_pair, limits=SMALL | {"client_held_bytes": 12_000_000}) as server:
         ask = lambda: server.complete(max_tokens=600, logprobs=20)  # noqa: E731
         assert ask().status == 200
-        with post(server, max_tokens=900, logprobs=20) as untaken:
+        with server.ask_unread(max_tokens=900, logprobs=20) as untaken:
             server.wait_for(lambda: metric(server, "generated_tokens_total") >= 1500)
             server.wait_for(lambda: metric(server, "running_answers") == 0)
             reply = ask()
@@ -188,15 +174,15 @@ def test_unread_streams_count_with_their_client(long_pair):
             server.wait_for(lambda: metric(server, "generated_tokens_total") >= tokens)
             server.wait_for(lambda: metric(server, "unread_total") == unread and metric(server, "running_answers") == 0)
 
-        with post(server, **asked) as of_another, post(server, other.address, **asked) as first:
+        with server.ask_unread(**asked) as of_another, other.ask_unread(**asked) as first:
             wait_for(0, 1000)
-            with post(server, other.address, **asked) as second, post(server, other.address, **asked) as third:
+            with other.ask_unread(**asked) as second, other.ask_unread(**asked) as third:
                 wait_for(2, 0)
                 read = other.complete(n=16, max_tokens=3, logprobs=20, stream=True)
                 assert read.events[-1] == "[DONE]", "who reads is not cut for what else waits for him"
                 assert [everything(one)[1] for one in (first, second, third)].count(True) == 1
                 tokens = metric(server, "generated_tokens_total")
-            with post(server, other.address, **asked) as last:
+            with other.ask_unread(**asked) as last:
                 wait_for(2, 500)
                 reply = other.complete(max_tokens=2, user="x" * 4_000_000)
                 assert reply.status == 200, "a stream makes room for a body"
@@ -211,7 +197,7 @@ def test_memory_does_not_grow_with_streams_that_nobody_reads(long_pair):
     with serving_within(long_pair) as server:
         server.at_once(*(lambda: server.complete(max_tokens=50, logprobs=20) for _ in range(2)))
         before = most = psutil.Process().memory_info().rss
-        streams = [post(server, stream=True, max_tokens=4000, logprobs=20, prompt=f"It was {i}") for i in range(4)]
+        streams = [server.ask_unread(stream=True, max_tokens=4000, logprobs=20, prompt=f"It was {i}") for i in range(4)]
         server.wait_for(lambda: metric(server, "running_answers") == 4)
         end = time.monotonic() + 240
         while metric(server, "running_answers"):

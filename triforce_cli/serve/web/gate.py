@@ -90,10 +90,13 @@ class Held:
             )
             raise BodyError(what, code="too_much_held", status=429)
         while self._by_client[client] > most:
-            longest = unread.pop()
-            cut = self.streams[longest]
-            longest.end()
-            cut()
+            self.cut(unread.pop())
+
+    def cut(self, body: Body) -> None:
+        """Cuts the stream of a request, if it has begun. Nothing is held for the request any more."""
+        cut = self.streams.get(body, lambda: None)
+        body.end()
+        cut()
 
     def drop(self, client: str, num_bytes: int, *, answer: bool = False) -> None:
         """Removes bytes of a client."""
@@ -176,9 +179,7 @@ class Body:
         try:
             self.hold_answer(num_bytes)
         except BodyError:  # there would be too much without streams, too
-            cut = self._held.streams.get(self, lambda: None)
-            self.end()
-            cut()
+            self._held.cut(self)
 
     def begin_stream(self, cut: Callable[[], None]) -> None:
         """Notes that the answer is streamed. `cut` cuts the stream; it may be called until `end`."""
