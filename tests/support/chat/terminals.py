@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import fcntl
 import os
 import pty
@@ -23,6 +24,7 @@ class Terminal:
     def __init__(self, *arguments: object, columns: int = 80, rows: int = 24) -> None:
         self.screen = pyte.HistoryScreen(columns, rows, history=5000)
         self._stream = pyte.Stream(self.screen)
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")  # a read may end within a character
         self.raw = ""
         self._ours, theirs = pty.openpty()
         self.resize(columns, rows)
@@ -77,12 +79,13 @@ class Terminal:
         if not select.select([self._ours], [], [], seconds)[0]:
             return True
         try:
-            new = os.read(self._ours, 65536).decode(errors="replace")
+            data = os.read(self._ours, 65536)
         except OSError:
             return False
+        new = self._decoder.decode(data)
         self.raw += new
         for index, part in enumerate(new.split(_CURSOR_ASKED)):
             if index:
                 os.write(self._ours, f"\x1b[{self.screen.cursor.y + 1};{self.screen.cursor.x + 1}R".encode())
             self._stream.feed(part)
-        return bool(new)
+        return bool(data)
