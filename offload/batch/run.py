@@ -278,27 +278,7 @@ class Run(Iterator[Event]):
                 running = self._running()
                 if self._ended or not (running or self._idle()):
                     break
-                if not running:
-                    yield from map(Progress, self._saving())
-                    continue
-                self._make_room(running)
-                decoded_s = self.decode_s
-                running = self._filled(running)
-                try:
-                    with self._setup.threads.in_use():
-                        rounds = self._round(running) if running else []
-                except SequencesFailed as error:
-                    if self._alone:
-                        raise
-                    self._fail_some(running, error)
-                    continue
-                for sequence, event in zip(running, rounds, strict=True):
-                    yield Tokens(sequence, event)
-                for one in running:
-                    if not one.is_unfinished or one.ends:
-                        self._leave(one)
-                self._finish_what_is_saved()
-                self._grant(self.decode_s - decoded_s)
+                yield from self._decode(running) if running else map(Progress, self._saving())
             yield from self._let_go()  # an interrupted run yields no such events
             whole = True
         finally:
@@ -313,6 +293,28 @@ class Run(Iterator[Event]):
                 self._reading, self._read_with_it, self._set_aside = None, [], None  # they refer to this run
                 for reading in filter(None, readings):
                     ending.callback(reading.close, keeps=whole or not self.broken)
+
+    def _decode(self, running: list[BatchSequence]) -> Generator[Event, None, None]:
+        """Does a round of these sequences. Afterwards, nothing refers to it: the run may wait for the next sequence for
+        a long time."""
+        self._make_room(running)
+        decoded_s = self.decode_s
+        running = self._filled(running)
+        try:
+            with self._setup.threads.in_use():
+                rounds = self._round(running) if running else []
+        except SequencesFailed as error:
+            if self._alone:
+                raise
+            self._fail_some(running, error)
+            return
+        for sequence, event in zip(running, rounds, strict=True):
+            yield Tokens(sequence, event)
+        for one in running:
+            if not one.is_unfinished or one.ends:
+                self._leave(one)
+        self._finish_what_is_saved()
+        self._grant(self.decode_s - decoded_s)
 
     def _ends_now(self) -> bool:
         """Whether the run ends here. Several ranks have agreed on it before."""

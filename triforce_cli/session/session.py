@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from ...offload import Ended, Engine, Request, Round, Run, Sampling, Tokens
+from ...offload import Ended, Engine, Progress, Request, Round, Run, Sampling, Tokens
 from ...offload.batch.sequence import BatchSequence
 from ...offload.contexts.model import ContextRequest
 from ...offload.settings import MOST_SEQUENCES
@@ -196,22 +196,8 @@ class Session:
         run = self.run = self._engine.run(next_request, **self._limits, **calls)
         try:
             for event in run:
-                task = event.sequence.tag
-                if isinstance(event, Ended):
-                    if self._on_warning:
-                        for warning in event.sequence.warnings:
-                            self._on_warning(warning)
-                    event.sequence.forget_request()  # it refers to the task, which refers to the sequence
-                if task not in self.tasks:
-                    yield None
-                    continue
-                task.sequence = event.sequence
-                if isinstance(event, Tokens):
-                    yield from self._written(task, event.round)
-                elif isinstance(event, Ended):
-                    yield self._ended(task)
-                else:
-                    yield None
+                yield from self._events_of(event)
+                del event  # it refers to a task that may have ended, and the run may wait for the next one for long
         finally:
             for sequence in run.live:
                 if sequence.tag in self.tasks and sequence.active_or_none:  # else nothing is known of it
@@ -262,6 +248,25 @@ class Session:
         """Ends the run after the present round."""
         if self.run:
             self.run.end_all()
+
+    def _events_of(self, event: Tokens | Progress | Ended) -> Iterator[Event]:
+        """The events for one of the run."""
+        task = event.sequence.tag
+        if isinstance(event, Ended):
+            if self._on_warning:
+                for warning in event.sequence.warnings:
+                    self._on_warning(warning)
+            event.sequence.forget_request()  # it refers to the task, which refers to the sequence
+        if task not in self.tasks:
+            yield None
+            return
+        task.sequence = event.sequence
+        if isinstance(event, Tokens):
+            yield from self._written(task, event.round)
+        elif isinstance(event, Ended):
+            yield self._ended(task)
+        else:
+            yield None
 
     def _written(self, task: Task, event: Round) -> Iterator[Event]:
         sequence = task.sequence

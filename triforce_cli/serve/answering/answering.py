@@ -114,27 +114,8 @@ class Answering:
         try:
             with closing(session.events(self._next)) as events:
                 for event in events:
-                    if why := self._cut_by():
-                        session.end_all()
-                        if isinstance(event, Finished | Failed):
-                            self._fail(event.task.owner, why)
-                        continue
-                    self._judge(event)
-                    looks = self._begins_round(event)
-                    if event and (event.task.owner.abandoned or isinstance(event.task.owner, Check)):
-                        event = None
-                    if isinstance(event, Written):
-                        self._send_piece(event)
-                    elif isinstance(event, Finished):
-                        self._send_end(event.task)
-                    elif isinstance(event, Failed):
-                        self._fail(event.task.owner, event.error)
-                    if looks:
-                        for task in self._tasks:
-                            if task.owner.abandoned:
-                                session.end(task)
-                    if not self._tasks or (looks and time.monotonic() - self._counted_at > _COUNT_S):
-                        self._count_traffic(session)
+                    self._handle(event, session)
+                    del event  # it refers to an answer that may have ended, and the next one may come late
             self._fail_all(
                 self._cut_by() or BodyError("the run ended before the answer", code="not_answered", status=500)
             )
@@ -146,6 +127,33 @@ class Answering:
             raise
         finally:
             self.broken = session.broken
+            self._count_traffic(session)
+
+    def _handle(self, event: Event, session: Session) -> None:
+        """Sends what an event tells, and ends the answers that nobody wants any more.
+
+        Raises:
+            Exception: see `_judge`.
+        """
+        if why := self._cut_by():
+            session.end_all()
+            if isinstance(event, Finished | Failed):
+                self._fail(event.task.owner, why)
+            return
+        self._judge(event)
+        looks = self._begins_round(event)
+        if event and not event.task.owner.abandoned and not isinstance(event.task.owner, Check):
+            if isinstance(event, Written):
+                self._send_piece(event)
+            elif isinstance(event, Finished):
+                self._send_end(event.task)
+            else:
+                self._fail(event.task.owner, event.error)
+        if looks:
+            for task in self._tasks:
+                if task.owner.abandoned:
+                    session.end(task)
+        if not self._tasks or (looks and time.monotonic() - self._counted_at > _COUNT_S):
             self._count_traffic(session)
 
     def _begins_round(self, event: Event) -> bool:
@@ -177,18 +185,25 @@ class Answering:
                 return None
             if waits and self._most > 1 and self._engine.reads_together and not isinstance(found, Upload):
                 self._arrivals.wait()
-            if found.abandoned:
-                continue
-            try:
-                if why := self._cut_by():
-                    raise why
-                if task := self._begin(found):
-                    return task
-            except BodyError as error:
-                self._fail(found, error)
-            except Exception as error:
-                self._note(f"error: a request could not be started ({type(error).__name__})")
-                self._fail(found, error)
+            if task := self._begun(found):
+                return task
+            del found  # the next one may come late
+        return None
+
+    def _begun(self, work: Job | Upload) -> Task | None:
+        """See `_begin`. Also `None` if nobody wants the work any more, or it cannot be done, which its client is
+        told."""
+        if work.abandoned:
+            return None
+        try:
+            if why := self._cut_by():
+                raise why
+            return self._begin(work)
+        except BodyError as error:
+            self._fail(work, error)
+        except Exception as error:
+            self._note(f"error: a request could not be started ({type(error).__name__})")
+            self._fail(work, error)
         return None
 
     def _judge(self, event: Event) -> None:
