@@ -176,7 +176,7 @@ class SequenceSetup:
         moved = self._models.kept.moved - self._moved_before
         if moved:
             found.append(
-                f"GPU memory became short: {gib(moved)} of the KV cache went to host memory, and streams from there"
+                f"GPU memory ran low: {gib(moved)} of the KV cache went to host memory, and streams from there"
             )
         return found
 

@@ -255,7 +255,7 @@ class ContextStore:
         manifest = self.load(name)
         if manifest.fingerprint != fingerprint:
             raise ContextError(
-                f"the context {name!r} was saved with another model than this one: {manifest.model} in "
+                f"the context {name!r} was saved with a different model: {manifest.model} in "
                 f"{manifest.shape.dtype} (fingerprint {manifest.fingerprint[:8]}, not {fingerprint[:8]}); give the "
                 "--model and --dtype that it was saved with, or read the text again under another name"
             )

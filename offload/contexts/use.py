@@ -397,9 +397,10 @@ class ContextUse:
                 quota = f"{gib(store.most_bytes)} (TRIFORCE_CONTEXTS_MAX); {remedy}"
                 if by_client:
                     raise ContextError(
-                        f"with {gib(new)} more the contexts that must stay would exceed the quota of {quota}"
+                        f"with another {gib(new)}, the contexts that cannot be removed would exceed the quota of "
+                        f"{quota}"
                     )
-                raise ContextError(f"with {gib(new)} more the contexts in use would exceed the quota of {quota}")
+                raise ContextError(f"with another {gib(new)}, the contexts in use would exceed the quota of {quota}")
             removed = store.prune(store.most_bytes - new, keep)
             self.warnings += [
                 f"removed the context {name}, the least recently used, to keep the quota" for name in removed

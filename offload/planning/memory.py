@@ -114,8 +114,8 @@ def shortage_explained(
                 "memory"
             ) from error
         raise CapacityError(
-            f"memory ran out: this process takes {gib(host_peak_bytes())} and {gib(available_bytes(device))} are "
-            "available in all; shorten the prompt (--truncate), lower --budget, or free memory"
+            f"memory ran out: this process took up to {gib(host_peak_bytes())}, and {gib(available_bytes(device))} is "
+            "free now; shorten the prompt (--truncate), lower --budget, or free memory"
         ) from error
 
 

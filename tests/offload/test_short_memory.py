@@ -141,7 +141,7 @@ def fall_short(models, seed, ranks=1):
             assert all(len(tokens) == NEW_TOKENS for tokens in found), (seed, errors)
             want = want or found
             assert found == want and not simulator.refused, seed
-            moved = any("GPU memory became short" in line for line in batch.warnings)
+            moved = any("GPU memory ran low" in line for line in batch.warnings)
             assert falls or not moved, seed
             engine.close()
             del engine, batch
@@ -255,7 +255,7 @@ def test_ranks_move_the_same_blocks_when_one_of_them_is_short_of_memory(models):
         batch = engine.batch([Request(prompt, GREEDY, NEW_TOKENS, ignore_eos=True)])
         for _ in batch:
             each(batch)
-        left = blocks_of(batch).footprint.spare, [line for line in batch.warnings if "GPU memory became short" in line]
+        left = blocks_of(batch).footprint.spare, [line for line in batch.warnings if "GPU memory ran low" in line]
         engine.close()
         return batch.sequences[0].statistics.token_ids, left
 

@@ -363,7 +363,7 @@ def part_of(matrix: QuantisedMatrix, rows: slice | None, columns: slice | None) 
     values, scales, zeros, group_of, groups = some.values, some.scales, some.zeros, some.group_of, slice(None)
     if (first, stop) != (0, inputs):
         if first % per_byte or stop % per_byte:
-            raise ModelError(f"inputs {first:,} to {stop:,} of a matrix in {matrix.bits} bits are no whole bytes; "
+            raise ModelError(f"inputs {first:,} to {stop:,} of a matrix in {matrix.bits} bits do not fill whole bytes; "
                              "give another number of --gpus")  # fmt: skip
         values = values[:, first // per_byte : stop // per_byte]
         size = inputs // scales.shape[1]

@@ -92,7 +92,7 @@ def tokenizer_files(metadata: Mapping[str, Any], path: Path) -> dict[str, Any]:
     if kind is None:
         raise ModelError(f"{path} has no tokenizer: tokenizer.ggml.model is missing")
     if kind not in ("gpt2", "llama"):
-        raise given.error("tokenizer.ggml.model", f"is {_shown(kind)}; supported are 'gpt2' and 'llama'")
+        raise given.error("tokenizer.ggml.model", f"is {_shown(kind)}; supported: 'gpt2' and 'llama'")
     vocabulary = _read_vocabulary(given, is_sentencepiece=kind == "llama")
     parts = _sentencepiece(given, vocabulary) if kind == "llama" else _byte_level(given, vocabulary)
     tokenizer = {"version": "1.0", "truncation": None, "padding": None, "added_tokens": vocabulary.added_tokens()}

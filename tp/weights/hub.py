@@ -111,7 +111,9 @@ def _download_gguf(name: str, form: str, note: Callable[[str], None] | None) -> 
     if len(found) != 1:
         which = "several GGUF files" if found else "no GGUF file"
         listed = ", ".join(sorted(there)[:8]) or "none"
-        raise ModelError(f"{name} on the hub has {which} in {form!r}; give more of its name; it has: {listed}")
+        raise ModelError(
+            f"{name} on the hub has {which} whose name has {form!r}; give more of the name; the repository has: {listed}"
+        )
     (files,) = found
     cache = Path(constants.HF_HUB_CACHE)
     cache.mkdir(parents=True, exist_ok=True)

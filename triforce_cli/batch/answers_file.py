@@ -86,7 +86,7 @@ class AnswersFile:
                 if answer is None:
                     if line.endswith(b"\n"):
                         raise UsageError(
-                            f"--output {self.path}, line {index + 1:,} is no answer of a batch; give another file"
+                            f"--output {self.path}, line {index + 1:,} is not an answer of a batch; give another file"
                         )
                     self._dropped.add(index)
                     continue

@@ -283,7 +283,7 @@ class Talk:
     def _keep(self, asked: NextTurn, task: Task) -> None:
         """Adds the answer to the conversation, unless it is empty."""
         if not task.begun or task.sequence is None or self._session is None:
-            print_note("nothing was written; the conversation is as it was before")
+            print_note("no answer was written; the conversation is unchanged")
             return
         stats = task.sequence.document(self._session.lengths, [])
         stats |= {"finish_reason": task.finish_reason, "warnings": self._session.warnings(task)}

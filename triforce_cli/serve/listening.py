@@ -30,7 +30,7 @@ def listener(options: ServeOptions) -> socket.socket:
         found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         found.bind(address)
     except OSError as error:
-        raise TriforceError(f"{where} cannot be listened at: {error.strerror or error}") from error
+        raise TriforceError(f"cannot listen at {where}: {error.strerror or error}") from error
     return found
 
 
@@ -54,7 +54,7 @@ class UnixListener(socket.socket):
             self.listen()  # now, as a file whose socket does not listen looks like that of a dead server
         except OSError as error:
             self.close()
-            raise TriforceError(f"--uds {path} cannot be listened at: {error.strerror or error}") from error
+            raise TriforceError(f"cannot listen at --uds {path}: {error.strerror or error}") from error
         except TriforceError:
             self.close()
             raise

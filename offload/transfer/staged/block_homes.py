@@ -110,8 +110,8 @@ class BlockHomes:
                     continue
                 if not self._locked:
                     raise CapacityError(
-                        f"the system does not page-lock {gib(buffers * self._staged_size)} of host memory, "
-                        "which streaming needs at least; raise the limit (ulimit -l; in a container --ulimit "
+                        f"the system refused to page-lock {gib(buffers * self._staged_size)} of host memory, "
+                        "the minimum for streaming; raise the limit (ulimit -l; in a container --ulimit "
                         "memlock=-1), or shorten the prompt until the GPU holds all of the KV cache"
                     ) from error
             self._unlock_layer()

@@ -325,7 +325,7 @@ def test_fields_of_a_body_are_refused_by_name_before_anything_is_loaded(batch, a
         (lambda a, b: a.unlink(), (), 1, ("the file of requests", "does not exist")),
         (lambda a, b: a.write_text("\n\n"), (), 2, ("has no requests",)),
         (lambda a, b: b.mkdir(), (), 2, ("--output", "is a directory")),
-        (lambda a, b: b.write_text("my notes\nmore\n"), (), 2, ("line 1 is no answer of a batch", "another file")),
+        (lambda a, b: b.write_text("my notes\nmore\n"), (), 2, ("line 1 is not an answer of a batch", "another file")),
         (lambda a, b: b.hardlink_to(a), (), 2, ("--output", "is the file of requests")),
         (lambda a, b: None, ("--context", "../x"), 2, ("cannot be the name",)),
         (lambda a, b: None, ("--max-sequences", 0), 2, ("--max-sequences", "whole number from 1")),

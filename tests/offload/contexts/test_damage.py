@@ -83,8 +83,8 @@ def test_another_models_context_is_refused_with_both_names(tiny, root, tmp_path)
     save_llama(tmp_path / "other", seed=2, num_hidden_layers=2, num_key_value_heads=2)
     for directory, dtype in ((tmp_path / "other", "float32"), (tiny.model, "bfloat16")):
         engine = Engine.load(directory, "none", device="cpu", dtype=dtype, store=store_at(root))
-        with pytest.raises(ContextError, match=rf"(?s){NAME}.*another model.*{tiny.model}.*--dtype"):
+        with pytest.raises(ContextError, match=rf"(?s){NAME}.*a different model.*{tiny.model}.*--dtype"):
             engine.generate(TEXT, max_new_tokens=1, contexts=ContextRequest(name=NAME))
-        with pytest.raises(ContextError, match="another model"):
+        with pytest.raises(ContextError, match="a different model"):
             engine.read(TEXT, NAME)
         assert engine.generate(TEXT, max_new_tokens=1, contexts=ContextRequest(find=True)).stats["reused_tokens"] == 0

@@ -77,7 +77,7 @@ def test_memory_is_locked_as_far_as_the_system_does_it_and_staged_beyond(decoder
         place = Placement.streaming(64 * 6, 64, 0, 4)
         make = lambda: StreamedBlocks(part, link, place, dtype=torch.float32, device=torch.device("cpu"))  # noqa: E731
         if most < 6:
-            with pytest.raises(CapacityError, match=r"does not page-lock .* needs at least; .*ulimit -l"):
+            with pytest.raises(CapacityError, match=r"refused to page-lock .* the minimum for streaming; .*ulimit -l"):
                 make()
             return
         blocks = make()
