@@ -438,6 +438,8 @@ class KeptCache:
         """Drops the cache of a sequence, so that it is not reused. `tokens` must be the sequence's own list."""
         for text in [text for text in self._texts if text.tokens is tokens]:
             self._drop(text)
+        if self._asked[0] is tokens:  # it was compared, and then refused
+            self._asked = [], self._asked[1]
 
     def forget_all(self) -> None:
         """Drops the caches of all ended sequences."""

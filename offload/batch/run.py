@@ -133,7 +133,7 @@ class Run(Iterator[Event]):
         """Seconds of decoding so far."""
         self._most_kv_bytes = 0  # maximum bytes of keys and values on this rank, noted when a sequence leaves
         self._traffic_before = setup.traffic()
-        self._described: list[dict[str, Any]] = []  # the JSON of the first sequence that has ended
+        self._described: list[dict[str, Any]] = []  # the JSON of the first sequence that has ended, without its tokens
         self._last_lengths: dict[str, int] | None = None  # after the end: a later run may change those of the tiers
         self._steps = self._run()
 
@@ -295,8 +295,8 @@ class Run(Iterator[Event]):
                     ending.callback(reading.close, keeps=whole or not self.broken)
 
     def _decode(self, running: list[BatchSequence]) -> Generator[Event, None, None]:
-        """Does a round of these sequences. Afterwards, nothing refers to it: the run may wait for the next sequence for
-        a long time."""
+        """Does a round of these sequences. Nothing of it is held while the run waits for the next sequence, which may
+        be for a long time."""
         self._make_room(running)
         decoded_s = self.decode_s
         running = self._filled(running)
@@ -684,7 +684,7 @@ class Run(Iterator[Event]):
     def _give_back(self, sequence: BatchSequence, warnings: list[str]) -> None:
         self._most_kv_bytes = max(self._most_kv_bytes, kv_bytes_of(self.live))  # they only grow until one leaves
         sequence.give_back(self.lengths, warnings, self._system.synchronize)
-        self._described = self._described or [sequence.document(self.lengths, [])]
+        self._described = self._described or [sequence.document(self.lengths, []) | {"token_ids": []}]
 
     def _finish_what_is_saved(self) -> None:
         """Finishes contexts that are completely saved, so that others can use them while answers are decoded."""

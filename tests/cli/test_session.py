@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from collections import deque
 
 import pytest
 from command import TEXT
@@ -48,6 +49,23 @@ def test_a_finished_answer_is_freed_at_once(engine, tokenizer):
         assert [owner() for owner in owners] == [None] * 3
     finally:
         gc.enable()
+
+
+def test_while_the_next_task_is_waited_for_nothing_is_held_of_the_last(engine, tokenizer):
+    tasks, held = [task_of(tokenizer, TEXT[start : start + 40]) for start in (0, 40)], []
+    owners = [weakref.ref(task.owner) for task in tasks]
+
+    def next_task(waits):
+        if waits:
+            held.append([owner() is not None for owner in owners])
+        return tasks.pop(0) if tasks else None
+
+    gc.disable()
+    try:
+        deque(Session(engine, tokenizer, max_sequences=1).events(next_task), maxlen=0)
+    finally:
+        gc.enable()
+    assert held == [[True, True], [False, True], [False, False]]
 
 
 def test_nothing_follows_of_a_task_that_is_ended_with_its_last_tokens(engine, tokenizer):

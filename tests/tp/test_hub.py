@@ -194,7 +194,8 @@ def test_a_gguf_file_is_downloaded_once_by_its_quantisation(hub, run, tmp_path):
         (served / name).write_bytes((tmp_path / "m.gguf").read_bytes())
     hub.models["tiny/few-bits"] = served
     home = {"TRIFORCE_HOME": str(tmp_path / "triforce")}
-    check_refusal(run("--model", "tiny/few-bits:Q5_K_M", **home), 1, "no GGUF file whose name has 'Q5_K_M'", "m-Q8_0.gguf")
+    refused = run("--model", "tiny/few-bits:Q5_K_M", **home)
+    check_refusal(refused, 1, "no GGUF file whose name has 'Q5_K_M'", "m-Q8_0.gguf")
     first = run("--model", "tiny/few-bits:q4_k_m", "--json", "-", **home)
     assert first.code == 0, first
     assert "downloading tiny/few-bits, " in first.err
@@ -209,7 +210,8 @@ def test_a_download_that_breaks_off_is_said_and_goes_on_later(hub, run):
     outcome = run("--model", "tiny/target")
     check_refusal(outcome, 1, "download of tiny/target broke off", "run again")
     offline = run("--model", "tiny/target", HF_HUB_OFFLINE="1")
-    check_refusal(offline, 1, "'tiny/target'", "not complete", "HF_HUB_OFFLINE", "hf download tiny/target --local-dir DIR")
+    remedy = "HF_HUB_OFFLINE", "hf download tiny/target --local-dir DIR"
+    check_refusal(offline, 1, "'tiny/target'", "not complete", *remedy)
     hub.cut = None
     hub.log.clear()
     assert run("--model", "tiny/target").code == 0

@@ -112,7 +112,8 @@ def _download_gguf(name: str, form: str, note: Callable[[str], None] | None) -> 
         which = "several GGUF files" if found else "no GGUF file"
         listed = ", ".join(sorted(there)[:8]) or "none"
         raise ModelError(
-            f"{name} on the hub has {which} whose name has {form!r}; give more of the name; the repository has: {listed}"
+            f"{name} on the hub has {which} whose name has {form!r}; give more of the name; the repository has: "
+            f"{listed}"
         )
     (files,) = found
     cache = Path(constants.HF_HUB_CACHE)

@@ -4,6 +4,7 @@ work of ranks above 0. Used by several commands."""
 from __future__ import annotations
 
 import sys
+from collections import deque
 from collections.abc import Iterable
 from pathlib import Path
 from typing import IO, Any, cast
@@ -113,7 +114,6 @@ def follow_rank_0(options: EngineOptions, *, goes_on: bool = False, reserves: bo
             continue
         if run is None:
             break
-        for _ in run:
-            pass
+        deque(run, maxlen=0)  # a loop's variable would hold the last event, and what that refers to
         del run  # it holds the cache, whose memory the next run may need
     engine.close()

@@ -1,11 +1,14 @@
 """A server from within: its limits, lowered, and what it says when something here fails."""
 
+import gc
 import os
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
+from command import TEXT
 from hooked_disk import HookedDisk
 from served_within import serving_within
 from triforce.cli.serve import run
@@ -13,10 +16,14 @@ from triforce.cli.serve.answering import jobs
 from triforce.cli.serve.answering.answering import Answering
 from triforce.cli.serve.answering.arrivals import Arrivals
 from triforce.cli.serve.http_limits import ServerLimits
+from triforce.cli.serve.web.events import Events
 from triforce.cli.serve.web.gate import Body, Held
+from triforce.cli.session.session import Task
 from triforce.cli.session.wire import BodyError
 from triforce.cli.terminal.stopping import Signals
 from triforce.offload import Run
+from triforce.offload.batch.sequence import BatchSequence
+from triforce.offload.contexts.use import ContextUse
 from triforce.tp.errors import PeerError
 
 COMPLETION = "/v1/completions"
@@ -73,6 +80,19 @@ def test_an_error_after_the_first_token_ends_the_stream_with_an_event(pair, monk
         assert reply.status == 200 and reply.events[-1]["error"]["code"] == "internal_error"
         assert b"nobody" not in reply.body and b"Traceback" not in reply.body
         assert server.complete().status == 200, "the server goes on"
+
+
+def test_while_nobody_asks_nothing_of_the_last_request_is_held(pair):
+    def held():
+        gc.collect()
+        kinds = {jobs.Job, jobs.Upload, Task, BatchSequence, ContextUse, Events}
+        return [one for one in gc.get_objects() if type(one) in kinds]
+
+    with serving_within(pair) as server:
+        asked = server.complete, partial(server.complete, stream=True), partial(server.upload, "book", TEXT)
+        for ask in (*asked, partial(server.complete, context="book"), partial(server.complete, max_tokens=10**6)):
+            assert ask().status in (200, 201, 400)
+            server.wait_for(lambda: not held())
 
 
 def test_nothing_is_answered_while_the_model_loads(pair):

@@ -80,6 +80,10 @@ def route_of(path: str) -> str:
     return next((f"{one}/{{name}}" for one in (_MODELS, _CONTEXTS) if path.startswith(f"{one}/")), "other")
 
 
+def _do_nothing() -> None:
+    pass
+
+
 class Routes:
     """The handlers of the routes."""
 
@@ -227,7 +231,7 @@ class Routes:
         work: Job | Upload,
         events: Events,
         run: Callable[[Event | None], AsyncIterator[bytes]],
-        end: Callable[[], None] = lambda: None,
+        end: Callable[[], None] = _do_nothing,
     ) -> Response:
         """A stream of the results of a piece of work. Work that fails at once is answered with its status. A stream
         that nobody reads is cut."""
@@ -238,16 +242,21 @@ class Routes:
 
         events.on_too_many = too_much_unread
         _body_of(request).begin_stream(too_much_unread)
+
+        def give_up() -> None:
+            self._service.abandon(work)
+            events.on_too_many = _do_nothing  # it refers to the work, which refers to the events
+
         try:
             first = await self._until_gone(request, work, events.next(self._service.limits.first_event_s))
+            if isinstance(first, Failed):
+                raise first.error
         except BaseException:
-            self._service.abandon(work)
+            give_up()
             raise
-        if isinstance(first, Failed):
-            raise first.error
 
         def ended() -> None:
-            self._service.abandon(work)
+            give_up()
             end()
 
         return _WorkStream(run(first), ended)
