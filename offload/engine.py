@@ -19,6 +19,7 @@ from ..tp.pages import HUGE_PAGE, available_memory, reserve_memory
 from ..tp.parallel.place import Place
 from ..tp.parallel.ranks import ALONE, Ranks
 from ..tp.parallel.split import check_split
+from ..tp.rope import rope_bytes
 from ..tp.weights.checkpoint import Checkpoint
 from ..tp.weights.registry import MTP, find_pair, parse_draft, published_cache
 from .batch.batch import Batch
@@ -436,15 +437,15 @@ class Engine:
 
     def reserve_memory(self, beside: int = 0) -> int:
         """Takes the host memory of later caches from the system now, and keeps it as long as this process runs: what
-        `host_memory` leaves beside this process and the weights. Less if less is available: what a run takes besides,
-        and some for others, is left. So caches do not make this process grow later, and other programs cannot take
-        their memory meanwhile. Does nothing on a GPU, or without `host_memory`. A collective call, before the first
-        run, once per process.
+        `host_memory` leaves beside this process, the weights, and RoPE's tables of all positions, which are computed
+        now. Less if less is available: what a run takes besides, and some for others, is left. So caches and tables do
+        not make this process grow later, and other programs cannot take their memory meanwhile. Does nothing on a GPU,
+        or without `host_memory`. A collective call, before the first run, once per process.
 
         Args: `beside` is the number of bytes that the caller will take on each rank besides.
 
         Returns:
-            The bytes that were taken on this rank.
+            The bytes that were taken on this rank, without the tables.
 
         Raises:
             CapacityError: the system refuses the memory.
@@ -453,18 +454,20 @@ class Engine:
         if limit is None or self.target.device.type != "cpu":
             return 0
         most, request = int(limit * 2**30) // ranks.local_size, self._models.request(1)
-        longest = min(self.target.config.max_position_embeddings, most // max(1, request.token_bytes))
+        positions = self.target.config.max_position_embeddings
+        longest, tables = min(positions, most // max(1, request.token_bytes)), rope_bytes(self.target.config, positions)
         plan = make_plan(replace(request, context=max(1, longest)))
         loaded = plan.request.process_bytes + plan.weights + plan.embedding
         # With the retrieval cache: a plan counts only the larger of a prefill and a round, and a round includes it.
         besides = plan.host_total - loaded - plan.resident_kv - plan.streamed_kv - plan.draft_kv
         available = available_memory(ranks.local_size)
-        available -= int(LEFT_TO_OTHERS * available) + besides + beside
+        available -= int(LEFT_TO_OTHERS * available) + besides + max(0, tables - plan.rope) + beside
         # No rank takes memory before every rank has seen what is available.
         (available,) = ranks.least([available], patiently=True)
-        size = min(most - loaded, available) // HUGE_PAGE * HUGE_PAGE
+        size = min(most - loaded - tables, available) // HUGE_PAGE * HUGE_PAGE
         if size > 0:
             reserve_memory(size)
+            self.target.rope.reserve(positions)
         return max(0, size)
 
     def follow(self) -> Run | None:

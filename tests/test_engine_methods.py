@@ -187,6 +187,7 @@ def test_threads_that_are_started_early_are_not_started_later(load):
 
 def test_reserved_memory_is_taken_at_once_and_used_by_runs(load, oracle):
     def check():
+        assert load().generate(PROMPT, GREEDY, NEW).token_ids == oracle[2]  # what is run for the first time is read
         engine, process = load(host_memory=0.4), psutil.Process()
         before = process.memory_info().rss
         size = engine.reserve_memory()

@@ -64,6 +64,8 @@ def plan_here(
         own += bare.weights + min(held.get("rope", 0), bare.rope)
     most = sys.maxsize
     if request.settings.host_memory is not None:
+        if held is not None and not found:
+            held_on_host += max(0, held.get("rope", 0) - bare.rope)  # tables of more positions than the run has
         most = max(0, int(request.settings.host_memory * 2**30) // ranks.local_size - held_on_host)
     if found:
         reserve = left_free(found.total, request.gpus)

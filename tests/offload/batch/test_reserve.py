@@ -15,6 +15,7 @@ from triforce.offload.limits import Limits, ProcessMemory
 from triforce.offload.system import System
 from triforce.tp import CapacityError, pages
 from triforce.tp.pages import HUGE_PAGE
+from triforce.tp.rope import rope_bytes
 
 GREEDY = Sampling(temperature=0.0)
 SIZE = 48 * 2**20
@@ -37,8 +38,14 @@ def in_a_fork(call):
 
 def reserving(models, family, **settings):
     """An engine whose reserve has `SIZE` bytes."""
-    weights = models.engine(family, system=SYSTEM, **settings).plan(100).weights
-    return models.engine(family, host_memory=(SIZE + weights + 2**12) / 2**30, system=SYSTEM, **settings)
+    size = SIZE + beside_reserve(models.engine(family, system=SYSTEM, **settings)) + 2**12
+    return models.engine(family, host_memory=size / 2**30, system=SYSTEM, **settings)
+
+
+def beside_reserve(engine):
+    """The bytes of weights, and of RoPE's tables of all positions."""
+    config = engine.target.config
+    return engine.plan(100).weights + rope_bytes(config, config.max_position_embeddings)
 
 
 def texts(engine):
@@ -77,6 +84,7 @@ def test_all_that_a_run_may_take_is_in_it(models, monkeypatch):
 
     def check():
         engine = reserving(models, "llama")
+        engine.target.rope.reserve(1)  # what is run for the first time is read into memory
         before = resident()
         size = engine.reserve_memory()
         taken = resident()
@@ -116,6 +124,17 @@ def test_what_needs_one_range_is_exchanged_for_several(models):
         used = free - pages.free_reserve()
         assert used > 3 * 2**22 and len(pages._reserve._exchanged) == 3  # one for each layer
         assert len(kept) > 8  # until here
+
+    in_a_fork(check)
+
+
+def test_tables_of_all_positions_are_computed_at_once(models):
+    def check():
+        engine = reserving(models, "llama")
+        assert engine.reserve_memory() == SIZE
+        before = [table.data_ptr() for _, table in engine.target.rope.held()]
+        engine.generate(random_tokens(4000), GREEDY, 8)
+        assert [table.data_ptr() for _, table in engine.target.rope.held()] == before
 
     in_a_fork(check)
 
@@ -176,10 +195,10 @@ def run_two_ranks(models, monkeypatch, limit, available):
 
 
 def test_ranks_share_the_limit(models, monkeypatch):
-    weights = models.engine("llama").plan(100).weights
-    found = run_two_ranks(models, monkeypatch, SIZE + 2 * weights, [2**40, 2**40])
+    beside = beside_reserve(models.engine("llama"))
+    found = run_two_ranks(models, monkeypatch, SIZE + 2 * beside, [2**40, 2**40])
     assert len(found) == 2 and found[0] == found[1] and found[0][0] == found[0][1]
-    assert SIZE // 2 - HUGE_PAGE <= found[0][0] < SIZE // 2 + 2 * weights
+    assert SIZE // 2 - HUGE_PAGE <= found[0][0] < SIZE // 2 + 2 * beside
 
 
 def test_ranks_share_what_the_system_has(models, monkeypatch):
