@@ -38,7 +38,7 @@ from .generation import Generation, Result
 from .graphs.capture import capture_for
 from .graphs.passes import Graphs
 from .held import Held
-from .planning.memory import plan_here
+from .planning.memory import plan_here, shortage_explained
 from .planning.request import RunRequest
 from .planning.run_plan import LEFT_TO_OTHERS, RunPlan, make_plan
 from .settings import MOST_SEQUENCES, Settings
@@ -46,6 +46,10 @@ from .speculation.grammar import Grammar, Grammars
 from .speculation.sampling import Sampling
 from .system import THIS_MACHINE, System
 from .vocabulary import check_draft
+
+
+_TABLES = 1 / 8
+"""See `Engine.reserve_memory`."""
 
 
 class Engine:
@@ -437,10 +441,12 @@ class Engine:
 
     def reserve_memory(self, beside: int = 0) -> int:
         """Takes the host memory of later caches from the system now, and keeps it as long as this process runs: what
-        `host_memory` leaves beside this process, the weights, and RoPE's tables of all positions, which are computed
-        now. Less if less is available: what a run takes besides, and some for others, is left. So caches and tables do
-        not make this process grow later, and other programs cannot take their memory meanwhile. Does nothing on a GPU,
-        or without `host_memory`. A collective call, before the first run, once per process.
+        `host_memory` leaves beside this process and the weights. Less if less is available: what a run takes besides,
+        and some for others, is left. RoPE's tables, which are a part of this memory, are computed now: for all
+        positions if they take at most `_TABLES` of it, otherwise for as many as caches have room for. They are not if
+        they depend on the length of the prompt. So caches and tables do not make this process grow later, and other
+        programs cannot take their memory meanwhile. Does nothing on a GPU, without `host_memory`, or if nothing is left
+        for caches. A collective call, before the first run, once per process.
 
         Args: `beside` is the number of bytes that the caller will take on each rank besides.
 
@@ -453,22 +459,30 @@ class Engine:
         limit, ranks = self.settings.host_memory, self.target.ranks
         if limit is None or self.target.device.type != "cpu":
             return 0
-        most, request = int(limit * 2**30) // ranks.local_size, self._models.request(1)
-        positions = self.target.config.max_position_embeddings
-        longest, tables = min(positions, most // max(1, request.token_bytes)), rope_bytes(self.target.config, positions)
-        plan = make_plan(replace(request, context=max(1, longest)))
-        loaded = plan.request.process_bytes + plan.weights + plan.embedding
+        request, config = self._models.request(1), self.target.config
+        bare = make_plan(request)
+        loaded = request.process_bytes + bare.weights + bare.embedding
+        left = max(0, int(limit * 2**30) // ranks.local_size - loaded)
+        most, rope = config.max_position_embeddings, rope_bytes(config, 1)
+        longest = max(1, min(most, left // (request.token_bytes + rope)))
+        plan = make_plan(replace(request, context=longest))
         # With the retrieval cache: a plan counts only the larger of a prefill and a round, and a round includes it.
-        besides = plan.host_total - loaded - plan.resident_kv - plan.streamed_kv - plan.draft_kv
+        besides = plan.host_total - loaded - plan.rope - plan.resident_kv - plan.streamed_kv - plan.draft_kv
+        positions = 0
+        if not self.target.rope.depends_on_prompt:
+            positions = (most if rope * most <= _TABLES * left else longest) + self.system.limits.largest_block
+        tables = max(plan.rope, rope * positions)
         available = available_memory(ranks.local_size)
-        available -= int(LEFT_TO_OTHERS * available) + besides + max(0, tables - plan.rope) + beside
+        available -= int(LEFT_TO_OTHERS * available) + besides + tables + beside
         # No rank takes memory before every rank has seen what is available.
         (available,) = ranks.least([available], patiently=True)
-        size = min(most - loaded - tables, available) // HUGE_PAGE * HUGE_PAGE
-        if size > 0:
-            reserve_memory(size)
+        size = min(left - tables, available) // HUGE_PAGE * HUGE_PAGE
+        if size <= 0:
+            return 0
+        reserve_memory(size)
+        with shortage_explained(self.target.device, self.system.device_memory):
             self.target.rope.reserve(positions)
-        return max(0, size)
+        return size
 
     def follow(self) -> Run | None:
         """Prepares the run that rank 0 starts next; `None` after `finish`. For ranks above 0, which wait for rank 0.

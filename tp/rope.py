@@ -67,11 +67,16 @@ class Rope:
         """The number of positions in the tables."""
         return self._tables[0][0].shape[0]
 
+    @property
+    def depends_on_prompt(self) -> bool:
+        """Whether rotations depend on the length of the prompt."""
+        return self._kinds[0].type == "dynamic"
+
     def changes_with(self, prompt_length: int) -> bool:
         """Whether a prompt of this length would be rotated differently from the prompt of the last `begin`."""
-        config = self._kinds[0]
-        lengths = (max(length, config.original_positions) for length in (prompt_length, self._prompt_length))
-        return config.type == "dynamic" and len(set(lengths)) > 1
+        original = self._kinds[0].original_positions
+        lengths = (max(length, original) for length in (prompt_length, self._prompt_length))
+        return self.depends_on_prompt and len(set(lengths)) > 1
 
     def reserve(self, positions: int) -> None:
         """Extends the tables to all positions below `positions`. After a call for the whole context, they do not grow

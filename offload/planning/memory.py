@@ -55,6 +55,8 @@ def plan_here(
     kernels, found = packs_fast(device), device_memory(device)
     request = replace(request, kernels=kernels, gpu_bytes=found and found.free, gpu_total_bytes=found and found.total)
     request = replace(request, locks_embedding=request.locks_embedding and reads_host_memory(device))
+    if held is not None:
+        request = replace(request, rope_bytes=held.get("rope", 0))
     bare = make_plan(request)
     host, own = psutil.virtual_memory().available // ranks.local_size + given_back_on_host, given_back
     if reserved := free_reserve():  # only caches can use it, and what they give back is a part of it
@@ -64,8 +66,6 @@ def plan_here(
         own += bare.weights + min(held.get("rope", 0), bare.rope)
     most = sys.maxsize
     if request.settings.host_memory is not None:
-        if held is not None and not found:
-            held_on_host += max(0, held.get("rope", 0) - bare.rope)  # tables of more positions than the run has
         most = max(0, int(request.settings.host_memory * 2**30) // ranks.local_size - held_on_host)
     if found:
         reserve = left_free(found.total, request.gpus)

@@ -500,8 +500,11 @@ def make_plan(request: RunRequest, placement: Placement | None = None) -> RunPla
             between_slices=_hidden_bytes(request, request.own) + workspace,
             scratch=_scratch_bytes(request, placement, budget + tail),
             draft_kv=request.sequences * of_draft,
-            rope=rope_bytes(part, request.shared + placement.capacity)
-            + (rope_bytes(request.small, STREAMING_POSITIONS) if request.small else 0),
+            rope=max(
+                request.rope_bytes,
+                rope_bytes(part, request.shared + placement.capacity)
+                + (rope_bytes(request.small, STREAMING_POSITIONS) if request.small else 0),
+            ),
             streamed_per_pass=placement.streamed_blocks(request.own) * host_block,
             disk_per_pass=placement.disk_blocks(request.own) * host_block,
             verify_draft=verify_draft,

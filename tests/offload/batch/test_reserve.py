@@ -11,7 +11,7 @@ from forks import Fork, resident
 from spmd import run_forks
 from tiny import random_tokens
 from triforce.offload import Engine, Sampling
-from triforce.offload.limits import Limits, ProcessMemory
+from triforce.offload.limits import LIMITS, Limits, ProcessMemory
 from triforce.offload.system import System
 from triforce.tp import CapacityError, pages
 from triforce.tp.pages import HUGE_PAGE
@@ -43,9 +43,9 @@ def reserving(models, family, **settings):
 
 
 def beside_reserve(engine):
-    """The bytes of weights, and of RoPE's tables of all positions."""
+    """The bytes of weights, and of RoPE's tables of all positions, with some more in the last block of a cache."""
     config = engine.target.config
-    return engine.plan(100).weights + rope_bytes(config, config.max_position_embeddings)
+    return engine.plan(100).weights + rope_bytes(config, config.max_position_embeddings + LIMITS.largest_block)
 
 
 def texts(engine):
@@ -128,13 +128,37 @@ def test_what_needs_one_range_is_exchanged_for_several(models):
     in_a_fork(check)
 
 
-def test_tables_of_all_positions_are_computed_at_once(models):
+@pytest.mark.parametrize("chunk_size", [8, 24])
+def test_tables_of_all_positions_are_computed_at_once(models, chunk_size):
+    """Blocks of whole chunks of 24 end beyond the last position."""
+
     def check():
-        engine = reserving(models, "llama")
+        engine = reserving(models, "llama", chunk_size=chunk_size)
         assert engine.reserve_memory() == SIZE
         before = [table.data_ptr() for _, table in engine.target.rope.held()]
-        engine.generate(random_tokens(4000), GREEDY, 8)
+        engine.generate(random_tokens(4000), GREEDY, 96)
         assert [table.data_ptr() for _, table in engine.target.rope.held()] == before
+        held = [table for model in (engine.target, engine.draft) for _, table in model.rope.held()]
+        assert engine.plan(100).rope == engine.plan(4000).rope == sum(table.nbytes for table in held)
+
+    in_a_fork(check)
+
+
+SMALL = 7 * 2**19
+"""Bytes."""
+
+
+def test_tables_that_would_take_too_much_of_the_limit_are_for_as_many_tokens_as_fit(models):
+    def check():
+        engine = models.engine("llama", system=SYSTEM)
+        limit = engine.plan(100).weights + SMALL
+        engine = models.engine("llama", host_memory=limit / 2**30, system=SYSTEM)
+        most = engine.target.config.max_position_embeddings
+        assert 8 * rope_bytes(engine.target.config, most) > SMALL
+        assert engine.reserve_memory() > 0
+        (positions,) = {len(table) for _, table in engine.target.rope.held()}
+        fitting = SMALL // (engine.target.config.kv_bytes_per_token(torch.float32) + rope_bytes(engine.target.config, 1))
+        assert positions == fitting + LIMITS.largest_block < most + LIMITS.largest_block
 
     in_a_fork(check)
 

@@ -186,6 +186,23 @@ def test_ranks_agree_on_the_least_memory(tmp_path, monkeypatch):
     assert plan.request.host_bytes == 5 * 2**30 and plan.request.gpu_bytes is None
 
 
+def test_tables_that_are_there_are_part_of_a_shorter_run(tmp_path, monkeypatch):
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=12 * 2**30))
+    request, tables = request_of(tmp_path, context=1000), 2**28
+    without, plan = (plan_here(request, CPU, held=held) for held in ({}, {"rope": tables}))
+    assert plan.rope == tables and plan.host_total - without.host_total == tables - without.rope
+    assert plan.request.host_bytes - without.request.host_bytes == tables, "they are taken already"
+
+    def limited(limit):
+        limits = replace(request, settings=replace(request.settings, host_memory=limit))
+        return plan_here(limits, CPU, held={"rope": tables})
+
+    with pytest.raises(CapacityError, match="--host-memory leaves it") as refused:
+        limited((plan.host_total - 2**24) / 2**30).check()
+    enough = float(re.findall(r"give --host-memory ([\d.]+) or more", str(refused.value))[0])
+    assert limited(enough).fits and not limited(enough - 0.02).fits
+
+
 def test_what_a_process_has_on_a_gpu_is_available_to_its_next_run(tmp_path):
     """RoPE's tables, cuBLAS's workspaces and NCCL's buffers are part of every plan, so they are not counted again."""
 
