@@ -47,7 +47,6 @@ from .speculation.sampling import Sampling
 from .system import THIS_MACHINE, System
 from .vocabulary import check_draft
 
-
 _TABLES = 1 / 8
 """See `Engine.reserve_memory`."""
 

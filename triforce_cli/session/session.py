@@ -250,7 +250,7 @@ class Session:
             self.run.end_all()
 
     def _events_of(self, event: Tokens | Progress | Ended) -> Iterator[Event]:
-        """The events for one of the run."""
+        """The session's events for one event of the run."""
         task = event.sequence.tag
         if isinstance(event, Ended):
             if self._on_warning:

@@ -153,11 +153,12 @@ def test_tables_that_would_take_too_much_of_the_limit_are_for_as_many_tokens_as_
         engine = models.engine("llama", system=SYSTEM)
         limit = engine.plan(100).weights + SMALL
         engine = models.engine("llama", host_memory=limit / 2**30, system=SYSTEM)
-        most = engine.target.config.max_position_embeddings
-        assert 8 * rope_bytes(engine.target.config, most) > SMALL
+        config = engine.target.config
+        most = config.max_position_embeddings
+        assert 8 * rope_bytes(config, most) > SMALL
         assert engine.reserve_memory() > 0
         (positions,) = {len(table) for _, table in engine.target.rope.held()}
-        fitting = SMALL // (engine.target.config.kv_bytes_per_token(torch.float32) + rope_bytes(engine.target.config, 1))
+        fitting = SMALL // (config.kv_bytes_per_token(torch.float32) + rope_bytes(config, 1))
         assert positions == fitting + LIMITS.largest_block < most + LIMITS.largest_block
 
     in_a_fork(check)
