@@ -82,7 +82,9 @@ def test_an_error_after_the_first_token_ends_the_stream_with_an_event(pair, monk
         assert server.complete().status == 200, "the server goes on"
 
 
-def test_while_nobody_asks_nothing_of_the_last_request_is_held(pair):
+def test_while_nobody_asks_nothing_of_the_last_request_is_held(pair, monkeypatch, tmp_path):
+    monkeypatch.setenv("TRIFORCE_HOME", str(tmp_path))
+
     def held():
         gc.collect()
         kinds = {jobs.Job, jobs.Upload, Task, BatchSequence, ContextUse, Events}
