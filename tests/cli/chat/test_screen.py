@@ -98,8 +98,8 @@ def test_ctrl_c_ends_an_answer_and_keeps_it(terminal, tmp_path, columns, rows):
     assert turn["question"] == "How?" and turn["finish_reason"] == "interrupted" and 0 < turn["new_tokens"] < 980
     assert turn["seed"] == 1, "what was taken back leaves no trace"
     # What is no character yet is shown when it has become one, or not at all.
-    text, shown = (re.sub(r"[\s\ufffd]", "", part) for part in (turn["text"], chat.shown))
-    assert text[:4] in shown
+    text, written = (re.sub(r"[\s\ufffd]", "", part) for part in (turn["text"], chat.written))
+    assert text[:4] in written
 
 
 @pytest.mark.slow

@@ -56,6 +56,12 @@ class Terminal:
     def shown(self) -> str:
         return "\n".join(line.rstrip() for line in self.screen.display)
 
+    @property
+    def written(self) -> str:
+        """What is shown, and the lines before that are no longer on the screen."""
+        gone = ("".join(line[x].data for x in range(self.screen.columns)) for line in self.screen.history.top)
+        return "\n".join([*(line.rstrip() for line in gone), self.shown])
+
     def read_until(self, pattern: str, seconds: float = 60.0) -> None:
         """Feeds the screen until it shows `pattern`."""
         end = time.monotonic() + seconds
