@@ -48,7 +48,7 @@ from .system import THIS_MACHINE, System
 from .vocabulary import check_draft
 
 _TABLES = 1 / 8
-"""See `Engine.reserve_memory`."""
+"""The maximum share of what `host_memory` leaves beside process and weights for RoPE's tables of all positions."""
 
 
 class Engine:

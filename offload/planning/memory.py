@@ -56,7 +56,7 @@ def plan_here(
     request = replace(request, kernels=kernels, gpu_bytes=found and found.free, gpu_total_bytes=found and found.total)
     request = replace(request, locks_embedding=request.locks_embedding and reads_host_memory(device))
     if held is not None:
-        request = replace(request, rope_bytes=held.get("rope", 0))
+        request = replace(request, held_rope_bytes=held.get("rope", 0))
     bare = make_plan(request)
     host, own = psutil.virtual_memory().available // ranks.local_size + given_back_on_host, given_back
     if reserved := free_reserve():  # only caches can use it, and what they give back is a part of it

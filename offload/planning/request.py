@@ -68,7 +68,7 @@ class RunRequest:
     """The number of sequences that are decoded together, each with its own answer to the same text."""
     answer: int | None = None
     """The maximum number of the context's tokens that are generated; `None`: any number."""
-    rope_bytes: int = 0
+    held_rope_bytes: int = 0
     """Bytes of RoPE's tables that are there already, on each rank. They stay, even if the context is shorter."""
     limits: Limits = LIMITS
 

@@ -501,7 +501,7 @@ def make_plan(request: RunRequest, placement: Placement | None = None) -> RunPla
             scratch=_scratch_bytes(request, placement, budget + tail),
             draft_kv=request.sequences * of_draft,
             rope=max(
-                request.rope_bytes,
+                request.held_rope_bytes,
                 rope_bytes(part, request.shared + placement.capacity)
                 + (rope_bytes(request.small, STREAMING_POSITIONS) if request.small else 0),
             ),

@@ -351,8 +351,8 @@ def test_roles_of_sentencepiece_are_known_without_keys() -> None:
 REFUSED = [
     ("qwen2", {"tokenizer.ggml.model": None}, "has no tokenizer"),
     ("qwen2", {"tokenizer.ggml.model": "t5"}, "tokenizer.ggml.model is 't5'; supported: 'gpt2' and 'llama'"),
-    ("qwen2", {"tokenizer.ggml.pre": None}, "tokenizer.ggml.pre is missing; supported are 'llama-bpe'"),
-    ("qwen2", {"tokenizer.ggml.pre": "default"}, "tokenizer.ggml.pre is 'default'; supported are"),
+    ("qwen2", {"tokenizer.ggml.pre": None}, "tokenizer.ggml.pre is missing; supported: 'llama-bpe'"),
+    ("qwen2", {"tokenizer.ggml.pre": "default"}, "tokenizer.ggml.pre is 'default'; supported: "),
     ("qwen2", {"tokenizer.ggml.merges": None}, "tokenizer.ggml.merges is missing"),
     ("qwen2", {"tokenizer.ggml.merges": ["a zzz"]}, "has 'a zzz', which does not join two tokens into a token"),
     ("qwen2", {"tokenizer.ggml.tokens": ["a", "b", "a"]}, "tokenizer.ggml.tokens has 'a' twice"),

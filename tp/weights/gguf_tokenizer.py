@@ -283,7 +283,7 @@ def _byte_level(given: _Metadata, vocabulary: _Vocabulary) -> dict[str, Any]:
     name = given.text("tokenizer.ggml.pre")
     if name not in _SPLITS:
         is_named = "is missing" if name is None else f"is {_shown(name)}"
-        raise given.error("tokenizer.ggml.pre", f"{is_named}; supported are {', '.join(map(repr, _SPLITS))}")
+        raise given.error("tokenizer.ggml.pre", f"{is_named}; supported: {', '.join(map(repr, _SPLITS))}")
     split, ids = _SPLITS[name], vocabulary.ids()
     missing = next((byte for byte, letter in enumerate(_byte_letters()) if letter not in ids), None)
     if missing is not None:

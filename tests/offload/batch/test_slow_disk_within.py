@@ -176,7 +176,7 @@ def test_who_could_use_what_is_just_being_saved_waits_for_it(model, tmp_path):
     """A next turn, which is saved too, goes on from all that the turn before has left. Nobody waits for 2 s or longer,
     and here five rounds never take that long."""
     still = Still(SYNCS)
-    engine = engine_of(model, tmp_path, still, system=System(clock=itertools.count(0.0, 1e-5).__next__))
+    engine = engine_of(model, tmp_path, still, system=System(clock=itertools.count(0.0, 1e-4).__next__))
     turns = [TWO, [*TWO, *greedy_oracle(model[1], TWO, 3), *THREE]]
     asked = [Request(ONE, GREEDY, 1500, ignore_eos=True, tag="beside")]
     asked += [Request(turns[0], GREEDY, 3, ignore_eos=True, contexts=ContextRequest(save="one"), tag="first")]

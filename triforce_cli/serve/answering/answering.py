@@ -185,14 +185,14 @@ class Answering:
                 return None
             if waits and self._most > 1 and self._engine.reads_together and not isinstance(found, Upload):
                 self._arrivals.wait()
-            if task := self._begun(found):
+            if task := self._task_of(found):
                 return task
             del found  # the next one may come late
         return None
 
-    def _begun(self, work: Job | Upload) -> Task | None:
-        """See `_begin`. Also `None` if nobody wants the work any more, or it cannot be done, which its client is
-        told."""
+    def _task_of(self, work: Job | Upload) -> Task | None:
+        """As `_begin`. Also `None` if nobody wants the work any more, or if it cannot be done; then its client gets the
+        error."""
         if work.abandoned:
             return None
         try:
