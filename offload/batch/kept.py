@@ -58,15 +58,14 @@ class _Taken:
     @classmethod
     def of(cls, cache: FullCache, *, on_host: bool) -> _Taken:
         """Args: `on_host` is whether the device is a CPU."""
-        footprint, place = cache.blocks.footprint, cache.blocks.placement
+        footprint = cache.blocks.footprint
         untouched = footprint.untouched if on_host else 0
-        shown = place.num_resident * place.block_size * cache.token_bytes + cache.bytes_on_host
         return cls(
             device=held_bytes(cache.held()) - untouched,
             kept=cache.kept_bytes,
             host=cache.bytes_on_host,
             disk=footprint.disk,
-            shown=shown + held_bytes(cache.held_beside()) - untouched,
+            shown=cache.kept_bytes + cache.bytes_on_host - untouched,
         )
 
 
@@ -686,8 +685,8 @@ class KeptCache:
 
     @property
     def memory_bytes(self) -> int:
-        """Bytes that full caches take in the memory of device and host, of running and ended sequences. On a CPU,
-        memory that no token has touched yet is not counted."""
+        """Bytes that full caches of running and ended sequences take in the memory of device and host, with the buffers
+        through which blocks stream. On a CPU, memory that no token has touched yet is not counted."""
         holders = dict.fromkeys(holder for cache in self.caches for holder in cache.holders)
         return sum(one.shown for one in self._taken_by(holders).values())
 

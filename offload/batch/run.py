@@ -231,8 +231,8 @@ class Run(Iterator[Event]):
         return {name: value for name, value in found.items() if name != "sequences"}
 
     def kv_memory_bytes(self) -> int:
-        """Bytes of this rank's memory that keys and values take at the moment, in whole blocks. Includes running
-        sequences and caches that are kept for later sequences."""
+        """Bytes of this rank's memory that full caches take at the moment: keys and values in whole blocks, and the
+        buffers through which blocks stream. Includes running sequences and caches that are kept for later sequences."""
         return self._setup.kv_memory_bytes
 
     def held(self) -> Held:

@@ -159,7 +159,7 @@ class FullCache:
     def held(self) -> Held:
         """See `offload.held`. Only this cache's own memory, not that of its prefix."""
         yield from self.blocks.held()
-        yield from self.held_beside()
+        yield from self._held_beside()
         yield from self.mass.held()
         yield from self._attention.held()
         yield from (("captured", tensor) for step in self._steps.values() if step for tensor in step.tensors())
@@ -168,9 +168,9 @@ class FullCache:
     def kept_bytes(self) -> int:
         """Bytes that this cache's own keys, values and states take on the device, including the buffers through which
         blocks stream."""
-        return held_bytes([*self.blocks.held(), *self.held_beside()])
+        return held_bytes([*self.blocks.held(), *self._held_beside()])
 
-    def held_beside(self) -> Held:
+    def _held_beside(self) -> Held:
         """The memory besides blocks that a cache keeps from run to run: windows and states."""
         yield from self.windows.held()
         yield from (("states", tensor) for tensor in (self.states.tensors() if self.states else ()))

@@ -15,6 +15,7 @@ from tiny import random_tokens, save_llama
 from triforce.offload import ContextRequest, ContextStore, Ended, Engine, Progress, Request, Sampling, Tokens
 from triforce.offload.batch.kept import KeptCache, _Taken
 from triforce.offload.caches.full import FullCache
+from triforce.offload.held import bytes_by_part
 from triforce.offload.limits import Limits, ProcessMemory
 from triforce.offload.system import System
 from triforce.offload.transfer.device_blocks import Footprint
@@ -446,6 +447,18 @@ def test_bytes_of_ended_texts_are_those_that_they_take(models, resident):
     compare()
     played(engine, asked([*second, *random_tokens(100, seed=6)], "b"), on_event=compare)
     assert seen and all(seen)
+
+
+def test_buffers_through_which_blocks_of_a_kept_cache_stream_are_counted(models):
+    engine = models.engine("llama", resident=0.0, system=System(limits=LIMITS))
+    played(engine, asked(BOOK, "a"))
+    (text,) = engine._kept._texts
+    parts = bytes_by_part(text.full.held())
+    buffers, blocks = parts["ring"] + parts["open_stretches"], text.full.blocks.placement.num_host
+    assert buffers > 0 and blocks > 0 and not parts["resident_kv"]
+    kv = blocks * text.full.blocks.block_size * text.full.token_bytes
+    assert kv <= text.full.bytes_on_host <= 1.1 * kv
+    assert engine._kept.memory_bytes == buffers + text.full.bytes_on_host
 
 
 def test_tokens_of_answers_count_as_touched(models):
