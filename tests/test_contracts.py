@@ -300,7 +300,7 @@ def test_every_endpoint_is_mapped(pair, tmp_path):
 
 
 def routes_of_a_server(pair: tuple[Path, Path], noted: Path) -> set[str]:
-    """Methods and paths that `triforce serve` tells FastAPI of. A fork serves, and ends where uvicorn would begin."""
+    """Methods and paths of the routes that `triforce serve` makes. A fork serves, and ends where uvicorn would begin."""
     from command import Fork, triforce
 
     target, draft = pair
@@ -308,20 +308,20 @@ def routes_of_a_server(pair: tuple[Path, Path], noted: Path) -> set[str]:
 
     def serve() -> None:
         import uvicorn
-        from fastapi.routing import APIRoute
+        from starlette.routing import Route
 
         found: list[str] = []
-        make = APIRoute.__init__
+        make = Route.__init__
 
         def note(route, path, *arguments, **named):
             make(route, path, *arguments, **named)
-            found.extend(f"{method} {path}" for method in route.methods)
+            found.extend(f"{method} {path}" for method in route.methods - {"HEAD"})
 
         def end(*arguments, **named):
             noted.write_text(json.dumps(found))
             os._exit(0)
 
-        setattr(APIRoute, "__init__", note)  # noqa: B010 (in the fork alone)
+        setattr(Route, "__init__", note)  # noqa: B010 (in the fork alone)
         setattr(uvicorn.Config, "__init__", end)  # noqa: B010
         command()
 

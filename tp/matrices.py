@@ -100,7 +100,7 @@ class Matrix:
     projections: tuple[Projection, ...]
     bias: bool = False
 
-    @property
+    @cached_property  # a run plan needs it several times, and is made for each sequence
     def shape(self) -> tuple[int, int]:
         """`[outputs, inputs]`."""
         return sum(part.held[0] for part in self.projections), self.projections[0].held[1]

@@ -6,7 +6,7 @@ So a follow-up question reuses the cache of its book. The next turn of a convers
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -164,16 +164,24 @@ class KeptCache:
             for text in self._texts[:]:
                 self._empty(text)
 
-    def find(self, prompt: list[int], most: int | None = None, *, whole: bool = False) -> tuple[KnownText | None, int]:
+    def find(
+        self,
+        prompt: list[int],
+        most: int | None = None,
+        *,
+        whole: bool = False,
+        alike: Mapping[FullCache, int] | None = None,
+    ) -> tuple[KnownText | None, int]:
         """The text from whose cache a run may take over the most tokens of a prompt, and the number of these tokens.
         Among equals, it is a text in use, as sharing it costs no memory; else the text with the shortest cache.
 
         Args:
             most: the maximum number of tokens to take over; `None`: any number.
             whole: whether nothing is to be shared with other sequences.
+            alike: the result of `common_lengths` for the prompt; `None`: it is found out here.
         """
         most = reusable(prompt) if most is None else min(most, reusable(prompt))
-        alike = self.common_lengths(prompt)
+        alike = alike or self.common_lengths(prompt)
         texts = [text for text in self._texts if not (whole and (text.in_use or text.full.prefix))]
         limits = [min(most, alike[text.full]) for text in texts]
         best, found = None, (0, False, 0, 0)
@@ -196,7 +204,8 @@ class KeptCache:
             known, alike = compared.get(prefix, (0, 0)) if prefix else (0, 0)
             known = min(known, start)
             if alike >= known:
-                alike = self._common_length(text, prompt, known)
+                differs = text.tokens[known : known + 1] != prompt[known : known + 1]  # as most do, of hundreds
+                alike = known if differs else self._common_length(text, prompt, known)
             found[text.full] = alike
             compared[text.full] = len(text.tokens), alike
             if prefix and known < start:

@@ -291,8 +291,9 @@ class SequenceSetup:
         """Whether a prompt that is to be saved has many more tokens in common with one of the sequences `saving`, when
         these have ended, than it can reuse now."""
         kept, prefix = self._models.kept, sequence.order.contexts.prefix
-        _, shared = kept.find(sequence.context, whole=True)
-        alike, now = kept.common_lengths(sequence.context), max(shared, prefix.tokens if prefix else 0)
+        alike = kept.common_lengths(sequence.context)
+        _, shared = kept.find(sequence.context, whole=True, alike=alike)
+        now = max(shared, prefix.tokens if prefix else 0)
         return any(alike.get(one.active.full, 0) > now + _WORTH_WAITING for one in saving)
 
     def reads_in_one_pass(self, opened: Sequence[BatchSequence], further: BatchSequence | None = None) -> bool:
@@ -305,12 +306,12 @@ class SequenceSetup:
             return False
         if further:
             prompt, contexts = further.context, further.order.contexts
-            _, shared = self._models.kept.find(prompt)
+            alike = self._models.kept.common_lengths(prompt)
+            _, shared = self._models.kept.find(prompt, alike=alike)
             restored = contexts.prefix.tokens if contexts.prefix else 0
             if contexts.save is not None or restored > shared:
                 return False
             # It is faster to wait for the tokens that it shares with one of these sequences.
-            alike = self._models.kept.common_lengths(prompt)
             if any(alike[one.active.full] > shared + _WORTH_WAITING for one in opened):
                 return False
             rows += len(prompt) - shared

@@ -13,6 +13,7 @@ import re
 import reprlib
 import stat
 from dataclasses import asdict, dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
@@ -201,21 +202,17 @@ class Manifest:
         content = json.dumps(described | {"checksum": _checksum(described)}, ensure_ascii=False, indent=1)
         disk.write_whole(directory / FILE_NAME, content.encode())
 
-    @classmethod
-    def load(cls, directory: Path) -> Manifest:
+    @staticmethod
+    def load(directory: Path) -> Manifest:
         """Reads the manifest in `directory` and checks it.
 
         Raises:
             ContextError: there is no manifest, it is damaged, or a newer version wrote it.
         """
         try:
-            raw = json.loads(_content(directory / FILE_NAME), parse_constant=_refuse_constant)
-            checksum = raw.pop("checksum")
-            version = _whole(raw["format"], "format", _MOST_TOKENS)
-            if version <= VERSION:
-                if checksum != _checksum(raw):
-                    _refuse("its checksum is not that of its contents")
-                return cls._from_raw(raw)
+            version, found = _parsed(_content(directory / FILE_NAME))
+            if found:
+                return found
         except FileNotFoundError as error:
             raise ContextError(
                 f"the context {directory.name!r} holds nothing: {directory / FILE_NAME} does not exist; read the text "
@@ -271,6 +268,24 @@ class Manifest:
             tuple(segments),
             _origin(raw.get("origin", "operator")),
         )
+
+
+@lru_cache(maxsize=4)
+def _parsed(content: bytes) -> tuple[int, Manifest | None]:
+    """The version of a manifest's format and the manifest, if this version is known. Cached, because each question
+    about a context reads its manifest twice.
+
+    Raises:
+        Exception: the content is not what `Manifest.write` writes.
+    """
+    raw = json.loads(content, parse_constant=_refuse_constant)
+    checksum = raw.pop("checksum")
+    version = _whole(raw["format"], "format", _MOST_TOKENS)
+    if version > VERSION:
+        return version, None
+    if checksum != _checksum(raw):
+        _refuse("its checksum is not that of its contents")
+    return version, Manifest._from_raw(raw)
 
 
 def _content(path: Path) -> bytes:

@@ -26,7 +26,7 @@ EPILOG = """[bold]Examples[/]
   [cyan]curl --unix-socket ~/triforce.sock http://localhost/v1/models[/]
 """
 
-_PACKAGES = ("fastapi", "uvicorn", "prometheus_client", "python_multipart")
+_PACKAGES = ("starlette", "uvicorn", "prometheus_client", "python_multipart")
 
 
 def serve(options: ServeOptions, call: Call) -> None:

@@ -9,11 +9,12 @@ from pathlib import PurePath
 from tempfile import SpooledTemporaryFile
 from typing import Any, TypeVar
 
-from fastapi import FastAPI, Request
+from starlette.applications import Starlette
 from starlette.datastructures import UploadFile
 from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ....offload.contexts.manifest import ContextError
@@ -43,21 +44,19 @@ _STREAM_TYPE = "text/event-stream"
 
 def make_app(service: Service, access: Access, metrics: Metrics, log: Callable[[str], None]) -> ASGIApp:
     """The application of one server."""
-    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
-    routes = Routes(service, metrics)
-    for path in PAGE:
-        app.get(path)(routes.page)
-    app.get("/health")(routes.health)
-    app.get("/metrics")(routes.metrics)
-    app.get(_MODELS)(routes.models)
-    app.get(_MODELS + "/{name:path}")(routes.model)
-    app.post(CHAT)(routes.answer)
-    app.post(COMPLETION)(routes.answer)
-    app.post(MESSAGES)(routes.answer)
-    app.post(COUNT_TOKENS)(routes.count_tokens)
-    app.get(_CONTEXTS)(routes.list_contexts)
-    app.post(_CONTEXTS)(routes.add_context)
-    app.delete(_CONTEXTS + "/{name}")(routes.remove_context)
+    handlers = Handlers(service, metrics)
+    routes = [
+        *(Route(path, handlers.page) for path in PAGE),
+        Route("/health", handlers.health),
+        Route("/metrics", handlers.metrics),
+        Route(_MODELS, handlers.models),
+        Route(_MODELS + "/{name:path}", handlers.model),
+        *(Route(path, handlers.answer, methods=["POST"]) for path in (CHAT, COMPLETION, MESSAGES)),
+        Route(COUNT_TOKENS, handlers.count_tokens, methods=["POST"]),
+        Route(_CONTEXTS, handlers.list_contexts),
+        Route(_CONTEXTS, handlers.add_context, methods=["POST"]),
+        Route(_CONTEXTS + "/{name}", handlers.remove_context, methods=["DELETE"]),
+    ]
 
     async def known(request: Request, error: Exception) -> Response:
         if isinstance(error, HTTPException):
@@ -67,9 +66,9 @@ def make_app(service: Service, access: Access, metrics: Metrics, log: Callable[[
     async def nobody_waits(*_: object) -> Response:
         return Response(status_code=GONE)  # for the log
 
-    for kind in (BodyError, HTTPException, Exception):
-        app.add_exception_handler(kind, known)
-    app.add_exception_handler(ClientDisconnect, nobody_waits)
+    of_errors = {BodyError: known, HTTPException: known, Exception: known, ClientDisconnect: nobody_waits}
+    app = Starlette(routes=routes, exception_handlers=of_errors)
+    app.router.redirect_slashes = False
     return Gate(app, access, metrics, route_of, log, service.hidden, service.limits, service.worker.arrivals)
 
 
@@ -84,7 +83,7 @@ def _do_nothing() -> None:
     pass
 
 
-class Routes:
+class Handlers:
     """The handlers of the routes."""
 
     def __init__(self, service: Service, metrics: Metrics) -> None:
@@ -93,18 +92,18 @@ class Routes:
     async def page(self, request: Request) -> Response:
         return page_response(request.url.path)
 
-    async def health(self) -> Response:
+    async def health(self, _: Request) -> Response:
         state = self._service.worker.state
         return JSONResponse({"status": state}, 200 if state == "ready" else 503)
 
-    async def metrics(self) -> Response:
+    async def metrics(self, _: Request) -> Response:
         return Response(self._metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
-    async def models(self) -> Response:
+    async def models(self, _: Request) -> Response:
         return JSONResponse({"object": "list", "data": [self._model]})
 
-    async def model(self, name: str) -> Response:
-        check_model(name, self._service.models)
+    async def model(self, request: Request) -> Response:
+        check_model(request.path_params["name"], self._service.models)
         return JSONResponse(self._model)
 
     @property
@@ -193,8 +192,8 @@ class Routes:
         saved = await self._until_gone(request, upload, _saved(events))
         return JSONResponse(await described(saved), 201)
 
-    async def remove_context(self, request: Request, name: str) -> Response:
-        store = self._service.store
+    async def remove_context(self, request: Request) -> Response:
+        store, name = self._service.store, request.path_params["name"]
 
         def remove() -> bool:
             known = store.holds(name)

@@ -97,7 +97,8 @@ extern const AttentionKernels attention_avx2_float32, attention_avx2_bfloat16, a
 typedef struct {
     int64_t keys_ahead; /* by the kernels for dot products of bfloat16: keys ahead of those in use, a multiple of TILE / 2; 0: not */
     int64_t few_rows;   /* by these for up to so many rows to the second cache, for more to the first */
-    int64_t again;      /* for few rows once more, so many bytes less far ahead, as a processor drops prefetches while many are under way; 0: not */
+    int64_t again_rows; /* by these for up to so many rows once more, as a processor drops prefetches while many are under way */
+    int64_t again;      /* so many bytes less far ahead than the first time */
     int to_second;      /* whether the kernels in float32 prefetch to the second cache */
 } Prefetching;
 

@@ -198,7 +198,8 @@ static void prefetch_later(Tile *tile, const SplitRows *this, int64_t kv_head, i
     tile->values = (const char *)call->v + 2 * values;
     tile->every = this->some <= AT_A_TIME ? 1 : 2;
     tile->to_second = this->some <= suits->few_rows;
-    tile->again = tile->to_second && 2 * call->head_dim * from.first >= suits->again ? suits->again : 0; /* not before the first key */
+    const int twice = this->some <= suits->again_rows && 2 * call->head_dim * from.first >= suits->again; /* not before the first key */
+    tile->again = twice ? suits->again : 0;
 }
 
 /* A copy of a tile of which the keys or values from `start` to before `stop` alone may be read, with zeros for the others. */
