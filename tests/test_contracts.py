@@ -300,7 +300,7 @@ def test_every_endpoint_is_mapped(pair, tmp_path):
 
 
 def routes_of_a_server(pair: tuple[Path, Path], noted: Path) -> set[str]:
-    """Methods and paths of the routes that `triforce serve` makes. A fork serves, and ends where uvicorn would begin."""
+    """Methods and paths of the routes of `triforce serve`. A fork serves, and ends where uvicorn would begin."""
     from command import Fork, triforce
 
     target, draft = pair
