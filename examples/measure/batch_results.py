@@ -85,8 +85,9 @@ def questions(engine: Engine, prompts: list[list[int]], new_tokens: int, repeat:
 
 
 def own_texts(engine: Engine, texts: list[list[int]], new_tokens: int, repeat: int) -> dict[str, Any]:
-    """Plain decoding against three tiers, in turns, of texts that share nothing."""
-    run(engine, texts, 8)  # the texts are read, and kept
+    """Plain decoding against three tiers, in turns, of texts that share nothing. They are prefilled before, and kept if
+    there is memory."""
+    run(engine, texts, 8)
     turns = [[run(engine, texts, new_tokens, tiers) for tiers in (1, 3)] for _ in range(repeat)]
     return summary(turns, [one["token_ids"] == three["token_ids"] for one, three in turns])
 

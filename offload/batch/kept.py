@@ -65,7 +65,7 @@ class _Taken:
             kept=cache.kept_bytes,
             host=cache.bytes_on_host,
             disk=footprint.disk,
-            shown=cache.kept_bytes + cache.bytes_on_host - untouched,
+            shown=cache.kept_bytes - held_bytes(cache.blocks.held(), "prefill") + cache.bytes_on_host - untouched,
         )
 
 
@@ -181,7 +181,7 @@ class KeptCache:
             alike: the result of `common_lengths` for the prompt; `None`: it is found out here.
         """
         most = reusable(prompt) if most is None else min(most, reusable(prompt))
-        alike = alike or self.common_lengths(prompt)
+        alike = self.common_lengths(prompt) if alike is None else alike
         texts = [text for text in self._texts if not (whole and (text.in_use or text.full.prefix))]
         limits = [min(most, alike[text.full]) for text in texts]
         best, found = None, (0, False, 0, 0)

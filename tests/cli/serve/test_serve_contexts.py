@@ -76,7 +76,14 @@ def test_what_cannot_be_a_context_is_refused(server, name, text, words):
 
 
 def test_both_fields_are_needed_and_no_others(server):
-    for body, kind in ((b"a=b", "application/x-www-form-urlencoded"), (b"x", "multipart/form-data"), (b"{}", "text/x")):
+    bounded = "multipart/form-data; boundary=x"
+    for body, kind in (
+        (b"a=b", "application/x-www-form-urlencoded"),
+        (b"x", "multipart/form-data"),
+        (b"junk", bounded),
+        (b"--x\r\nno header\r\n\r\n--x--", bounded),
+        (b"{}", "text/x"),
+    ):
         assert server.ask("POST", "/v1/contexts", body, Content_Type=kind).status == 400
     assert server.upload("book", LONG, path="/etc/passwd").status == 400
 

@@ -122,6 +122,7 @@ def test_paths_and_methods_that_are_not_there_are_refused_in_the_same_form(serve
         assert reply.status == status, (path, reply)
         assert set(reply.json["error"]) == {"message", "type", "param", "code"}
     assert '"route": "other"' in server.log and "passwd" not in server.log
+    assert server.ask("HEAD", "/health").status == 200, "as GET"
 
 
 MALFORMED = [

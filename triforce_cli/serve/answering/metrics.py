@@ -47,7 +47,8 @@ class Metrics:
         self._kv = self._make(
             Gauge,
             "kv_cache_bytes",
-            "Memory of the KV cache of answers, of texts during their prefill, and of kept caches",
+            "Memory of the KV cache of answers, of texts during their prefill, and of kept caches; with the buffers "
+            "through which blocks stream",
         )
         self._ttft = self._make(
             Histogram, "time_to_first_token_seconds", "From a request to its first token, waiting included", (), _TTFT_S
