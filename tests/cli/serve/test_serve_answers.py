@@ -312,9 +312,10 @@ def test_metrics_count_what_is_uploaded_and_what_streams(serving, tmp_path, monk
         assert read["link_stored_bytes_total"] > 0 and read["generated_tokens_total"] == 0
         held = read["kv_cache_bytes"]
         server.chat("Who?", context="book", max_tokens=6)
+        server.wait_for(lambda: server.metric("link_bytes_total") > read["link_bytes_total"])  # likewise
         asked = server.metrics()
         assert asked["uploaded_tokens_total"] == tokens < asked["prompt_tokens_total"]
-        assert asked["cached_tokens_total"] > 0 and asked["link_bytes_total"] > read["link_bytes_total"]
+        assert asked["cached_tokens_total"] > 0
         assert asked["kv_cache_bytes"] >= held
 
 
