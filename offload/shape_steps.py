@@ -6,6 +6,7 @@ one.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from statistics import median
@@ -168,7 +169,7 @@ class ShapeSteps:
         """
         self._kept.end_all(broken=True)
         self._kept.forget_all()
-        full, plan = self._kept.prepare([0], replace(self._request, context=context + ROOM))
+        full, plan = self._kept.prepare(array("i", [0]), replace(self._request, context=context + ROOM))
         fill_with_zeros(full, context)
         full.keep_mass(rows=0)
         verifying = Passes(self.target, full, self.graphs)

@@ -19,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -460,7 +461,7 @@ def prefill(device: str, quick: bool) -> Iterator[tuple[str, float]]:
     decoder = Decoder(config, RandomWeights(config.dtype, where), where)  # pyright: ignore[reportArgumentType]
     for tokens, resident in itertools.product((300,) if quick else (8192, 32768), (None, 0.0)):
         request = RunRequest(config, None, config.dtype, tokens + 64, Settings(tiers=1, resident=resident))
-        cache, _ = KeptCache(decoder).prepare([0], request)
+        cache, _ = KeptCache(decoder).prepare(array("i", [0]), request)
         prompt = torch.zeros(tokens, dtype=torch.int64, device=where)
 
         def read_prompt(cache: FullCache = cache, prompt: torch.Tensor = prompt) -> None:

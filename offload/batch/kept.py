@@ -6,12 +6,15 @@ So a follow-up question reuses the cache of its book. The next turn of a convers
 from __future__ import annotations
 
 import sys
+from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from weakref import WeakKeyDictionary, WeakSet
+
+import numpy as np
 
 from ...tp.decoder import Decoder
 from ...tp.errors import CapacityError
@@ -74,16 +77,13 @@ class KnownText:
     """A text whose keys and values a full cache holds."""
 
     full: FullCache
-    tokens: list[int]
+    tokens: array[int]
     """Prompt and answer so far. The cache holds the first `full.length` of them. Empty if only the memory of the cache
     is of use."""
     prompt_tokens: int
     """The number of tokens in the prompt."""
     in_use: bool = True
     """Whether the text's sequence has not ended."""
-    compared: tuple[int, int, int] = 0, 0, 0
-    """The last prompt that was compared with the text: its number (`KeptCache._asked`), how many tokens of the text's
-    own prompt were compared, and how many are equal."""
 
     def builds_on(self, other: KnownText) -> bool:
         """Whether the first tokens of this text are in the other text's cache."""
@@ -126,7 +126,6 @@ class KeptCache:
         self._link: Link | None = None
         self.drafting: DraftingCaches | None = None
         """The drafting caches of the sequence that ended last, until another sequence of its run is opened."""
-        self._asked: tuple[list[int], int] = [], 0  # the prompt of the last `common_lengths`, and its number
         self._taken: WeakKeyDictionary[FullCache, _Taken] = WeakKeyDictionary()  # of ended texts
 
     @property
@@ -166,7 +165,7 @@ class KeptCache:
 
     def find(
         self,
-        prompt: list[int],
+        prompt: array[int],
         most: int | None = None,
         *,
         whole: bool = False,
@@ -194,7 +193,7 @@ class KeptCache:
                 best, found = text, this
         return (best, found[0]) if found[0] else (None, 0)
 
-    def common_lengths(self, prompt: list[int]) -> dict[FullCache, int]:
+    def common_lengths(self, prompt: array[int]) -> dict[FullCache, int]:
         """For each known text, by its cache: the number of leading tokens that it has in common with a prompt. Tokens
         that several texts share are compared once."""
         found: dict[FullCache, int] = {}
@@ -204,29 +203,14 @@ class KeptCache:
             known, alike = compared.get(prefix, (0, 0)) if prefix else (0, 0)
             known = min(known, start)
             if alike >= known:
-                differs = text.tokens[known : known + 1] != prompt[known : known + 1]  # as most do, of hundreds
-                alike = known if differs else self._common_length(text, prompt, known)
+                alike = common_length(text.tokens, prompt, known)
             found[text.full] = alike
             compared[text.full] = len(text.tokens), alike
             if prefix and known < start:
                 compared[prefix] = start, min(alike, start)
         return found
 
-    def _common_length(self, text: KnownText, prompt: list[int], known: int) -> int:
-        """`common_length` of a text and a prompt. Several calls for one prompt follow each other while it waits and is
-        opened. What was compared of the text's own prompt, which does not change, is not compared again."""
-        if self._asked[0] is not prompt:
-            self._asked = prompt, self._asked[1] + 1
-        number, compared, alike = text.compared
-        if number != self._asked[1]:
-            compared = alike = 0
-        if alike == compared:
-            alike = common_length(text.tokens, prompt, max(known, compared))
-            compared = min(text.prompt_tokens, len(text.tokens), len(prompt))
-            text.compared = self._asked[1], compared, min(alike, compared)
-        return alike
-
-    def _shared(self, text: KnownText, prompt: list[int], most: int) -> int:
+    def _shared(self, text: KnownText, prompt: array[int], most: int) -> int:
         """How many tokens of a prompt can be taken over from a text, of the `most` leading tokens in common."""
         full = text.full
         tokens = min(full.start if full.is_set_aside else full.length, most)
@@ -251,7 +235,7 @@ class KeptCache:
 
     def prepare(
         self,
-        prompt: list[int],
+        prompt: array[int],
         request: RunRequest,
         text: KnownText | None = None,
         shared: int = 0,
@@ -330,7 +314,7 @@ class KeptCache:
 
     def beside(
         self,
-        prompt: list[int],
+        prompt: array[int],
         request: RunRequest,
         text: KnownText | None = None,
         shared: int = 0,
@@ -383,13 +367,13 @@ class KeptCache:
             full = full.prefix
         return (full, start) if start > 0 else (None, 0)
 
-    def _known(self, full: FullCache, tokens: list[int]) -> FullCache:
+    def _known(self, full: FullCache, tokens: array[int]) -> FullCache:
         """Records a cache, with the tokens that its sequence begins with, and returns it."""
         self._taken.pop(full, None)  # it changes from here on
         self._texts.append(KnownText(full, tokens, len(tokens)))
         return full
 
-    def end(self, tokens: list[int], drafting: DraftingCaches | None = None) -> None:
+    def end(self, tokens: array[int], drafting: DraftingCaches | None = None) -> None:
         """Records that a sequence has ended. Later sequences can reuse its keys and values. `tokens` must be the
         sequence's own list, not an equal one.
 
@@ -406,7 +390,6 @@ class KeptCache:
                 self._empty(text)
         while len(self._droppable(None)) > self._system.limits.kept_texts:
             self._drop(self._oldest(None, short=True) or self._oldest(None))
-        self._asked = [], self._asked[1]
 
     def take_drafting(self, full: FullCache) -> DraftingCaches | None:
         """Returns the drafting caches of the sequence that ended last, if `full` is its full cache. They are not kept
@@ -433,7 +416,7 @@ class KeptCache:
             self._drop(text)
             return
         self._drop_builders(text, 0)
-        text.tokens, text.compared = [], (0, 0, 0)
+        text.tokens = array("i")
         self._texts.remove(text)
         self._texts.insert(0, text)
 
@@ -442,12 +425,10 @@ class KeptCache:
         for one in [one for one in self._texts if one.start_behind(text) > length]:
             self._drop(one)
 
-    def forget(self, tokens: list[int]) -> None:
+    def forget(self, tokens: array[int]) -> None:
         """Drops the cache of a sequence, so that it is not reused. `tokens` must be the sequence's own list."""
         for text in [text for text in self._texts if text.tokens is tokens]:
             self._drop(text)
-        if self._asked[0] is tokens:  # it was compared, and then refused
-            self._asked = [], self._asked[1]
 
     def forget_all(self) -> None:
         """Drops the caches of all ended sequences."""
@@ -743,7 +724,6 @@ class KeptCache:
                 one.full.blocks.drain()
             self._system.synchronize(self._decoder.device)  # an interrupted pass may have copies in progress
             self._texts.remove(one)
-            self._asked = [], self._asked[1]
             if self.drafting and self.drafting.retrieval.source is one.full:
                 self.drafting = None
             del one.full  # others may still hold the text, but not its memory
@@ -762,25 +742,20 @@ def takes_over(text: KnownText | None, shared: int) -> bool:
     return text is not None and 2 * shared >= text.full.length
 
 
-_COMPARED = 4096
-"""The number of tokens that are compared together, which is faster than one by one."""
+_FEW = 16
+"""The number of tokens that are compared one by one, before all others are compared together. Most texts differ within
+these."""
 
 
-def common_length(some: list[int], others: list[int], known: int = 0) -> int:
+def common_length(some: array[int], others: array[int], known: int = 0) -> int:
     """The number of leading tokens that both have in common. The first `known` tokens are known to be equal."""
     shortest = min(len(some), len(others))
-    for first in range(known, shortest, _COMPARED):
-        stop = min(first + _COMPARED, shortest)
-        if some[first:stop] == others[first:stop]:
-            continue
-        while stop - first > 1:  # the first different token is among these
-            middle = (first + stop) // 2
-            if some[first:middle] == others[first:middle]:
-                first = middle
-            else:
-                stop = middle
-        return first
-    return shortest
+    few = min(known + _FEW, shortest)
+    for position in range(known, few):
+        if some[position] != others[position]:
+            return position
+    differ = np.asarray(some)[few:shortest] != np.asarray(others)[few:shortest]
+    return few + int(differ.argmax()) if differ.any() else shortest
 
 
 def reusable(prompt: Sequence[int]) -> int:

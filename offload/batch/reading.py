@@ -183,7 +183,7 @@ class Reading:
         return token
 
 
-def forward_in_parts(target: Decoder, full: FullCache, token_ids: list[int], num_logits: int) -> Tensor:
+def forward_in_parts(target: Decoder, full: FullCache, token_ids: Sequence[int], num_logits: int) -> Tensor:
     """`Decoder.forward` of all tokens after those in `full`, in the same parts as a prefill. The last `num_logits`
     tokens are in one pass. Returns their logits `[num_logits, vocab_size]`."""
     for end in target.tiling.prefill_stops(full.length, len(token_ids)):

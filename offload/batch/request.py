@@ -51,7 +51,7 @@ class Request:
 class Order:
     """A checked request. All ranks follow rank 0's orders."""
 
-    prompt: list[int]
+    prompt: array[int]
     sampling: Sampling
     max_new_tokens: int
     ignore_eos: bool
@@ -92,10 +92,7 @@ class Order:
         try:
             order, wanted = cls.of(request, config), request.contexts
             if wanted and saved:
-                prompt = order.prompt
-                if isinstance(request.prompt_ids, array) and not wanted.save:
-                    prompt = request.prompt_ids  # is hashed in less time
-                return replace(order, contexts=saved.plan(prompt, wanted, reusable(order.prompt)))
+                return replace(order, contexts=saved.plan(order.prompt, wanted, reusable(order.prompt)))
             return order
         except TriforceError as error:
             return cls.refused(request.number, error)
@@ -103,7 +100,7 @@ class Order:
     @classmethod
     def refused(cls, number: int, error: TriforceError) -> Order:
         """The order of a request that cannot be answered."""
-        return cls([], Sampling(0.0), 1, False, number, error=error)
+        return cls(array("i"), Sampling(0.0), 1, False, number, error=error)
 
 
 @dataclass(frozen=True)

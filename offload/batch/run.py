@@ -791,7 +791,7 @@ class Run(Iterator[Event]):
         drafts = control.draft_tokens > 0 or control.retrieval_work is RetrievalWork.FULL
         drawn, tested = [], []
         for sequence, refresh, tokens, (proposed, accepted) in zip(running, refreshes, emitted, before, strict=True):
-            sequence.context += tokens
+            sequence.context.extend(tokens)
             counts = sequence.active.counts["verify"]
             tested.append((counts.proposed - proposed, counts.accepted - accepted))
             due = refresh is not None and refresh.is_due(work, *tested[-1], drafts=drafts)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -137,7 +138,7 @@ class BatchSequence:
         request: the request itself, on rank 0, if its stop check or its tag is needed.
         """
         self.order, self._request = order, request
-        self.context = list(order.prompt)
+        self.context = order.prompt[:]
         """The prompt and the tokens so far."""
         self.statistics = Statistics(prompt_tokens=len(order.prompt))
         """The counts and times so far, current at any time: each round makes a new object."""
@@ -283,7 +284,7 @@ class BatchSequence:
 
     def forget_prompt(self) -> None:
         """Drops the tokens of prompt and answer. The answer's tokens stay in the statistics."""
-        self.order, self.context = replace(self.order, prompt=[]), []
+        self.order, self.context = replace(self.order, prompt=array("i")), array("i")
 
 
 def kv_bytes_of(sequences: Iterable[BatchSequence]) -> int:

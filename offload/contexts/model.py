@@ -143,7 +143,7 @@ class ModelContexts:
         """Decides what a run restores and saves. Only rank 0 calls it.
 
         Args:
-            prompt: a list if it is to be saved, otherwise best an array, whose tokens are hashed in less time.
+            prompt: best an array, whose tokens are hashed in less time.
             reusable: the maximum number of the prompt's tokens that may be restored.
 
         Raises:
@@ -200,7 +200,7 @@ class ModelContexts:
                 self.tidy(name, "operator")
             return prefix, None
         # Even if all tokens are saved, because segments may be damaged.
-        save = self._order(name, request, list(token_ids))
+        save = self._order(name, request, token_ids)
         if own or prefix or not (request.find or request.required):
             return own or prefix, save
         return self.store.find(self.fingerprint, self.shape, token_ids, 1), save
@@ -242,7 +242,7 @@ class ModelContexts:
         reached = next((end for end in ends if end >= tokens), tokens)
         return tokens if reached - tokens <= RECENT_ROWS else max(end for end in ends if end <= tokens)
 
-    def _order(self, name: str, request: ContextRequest, token_ids: list[int]) -> SaveOrder:
+    def _order(self, name: str, request: ContextRequest, token_ids: Sequence[int]) -> SaveOrder:
         named = self._name, self.fingerprint, self.shape, len(token_ids), time.time(), request.frame
         origin = "operator" if self.store.origin_of(name) == "operator" else request.origin
         manifest = Manifest(*named, self.store.segment_tokens, origin=origin)

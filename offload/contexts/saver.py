@@ -43,7 +43,7 @@ class SaveOrder:
     directory: Path
     manifest: Manifest
     """The manifest of the complete context, still without segments."""
-    token_ids: list[int]
+    token_ids: Sequence[int]
     salt: str
     """A random part of the names of the files that this run writes, so that no existing file is overwritten."""
     parts: tuple[tuple[int, int], ...]

@@ -405,7 +405,7 @@ class Matcher:
 
     def forced(self, context: Sequence[int], most: int) -> list[int]:
         """At most `most` tokens that spell the text that must follow `context`; none if the grammar leaves a choice."""
-        answer = context[self._start :]
+        answer = [*context[self._start :]]
         begin = self._begin(answer)
         try:
             if begin is None or (not answer and self._reasoning) or not self._go_to(answer[begin:]):

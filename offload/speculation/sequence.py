@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -37,7 +38,7 @@ class Counts:
 class TokenSequence:
     """A prompt and its answer, being decoded."""
 
-    context: list[int]
+    context: array[int]
     """The prompt and the tokens so far."""
     sampler: Sampler
     passes: dict[str, Passes]

@@ -132,7 +132,7 @@ class Tier:
                     chances[i] *= math.prod(map(confidence.chance, new))
         emitted: list[Emitted] = []
         for i, (sequence, start, parts) in enumerate(zip(sequences, starts, rows, strict=True)):
-            emitted.append((sequence.context[start:], parts[0] if len(parts) == 1 else torch.cat(parts)))
+            emitted.append((sequence.context[start:].tolist(), parts[0] if len(parts) == 1 else torch.cat(parts)))
             parts.clear()
             del sequence.context[start:]
             sequence.rated[self.name] = rated[i]
@@ -303,7 +303,7 @@ class Tier:
 
     def _pending(self, sequence: TokenSequence) -> list[int]:
         """The tokens of the context that this tier's cache lacks."""
-        return sequence.context[sequence.passes[self.name].cache.length :]
+        return sequence.context[sequence.passes[self.name].cache.length :].tolist()
 
     def _catch_up(self, sequences: Sequence[TokenSequence], rows: int) -> None:
         """Processes the tokens that caches lack, except the last one, if all together would have more rows than a step.

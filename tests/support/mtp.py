@@ -4,6 +4,7 @@ reference for what they compute, of transformers' modules."""
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -76,6 +77,6 @@ class Head(nn.Module):
 
 
 @torch.no_grad()
-def hidden_states(model: PreTrainedModel, token_ids: list[int]) -> Tensor:
+def hidden_states(model: PreTrainedModel, token_ids: Sequence[int]) -> Tensor:
     """What the output head gets for each token, `[n, hidden]`."""
     return model.model(torch.tensor([token_ids])).last_hidden_state[0]

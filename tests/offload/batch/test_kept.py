@@ -394,7 +394,7 @@ def test_what_was_compared_once_is_compared_again_where_it_changed(models):
         lambda: None,
         lambda: text.tokens.append(prompt[len(text.tokens)]),  # the next token is the prompt's
         lambda: text.tokens.append(prompt[len(text.tokens)]),
-        lambda: text.tokens.__setitem__(slice(-3, None), []),  # tokens of its answer are taken back,
+        lambda: text.tokens.__delitem__(slice(-3, None)),  # tokens of its answer are taken back,
         lambda: text.tokens.append(1 + prompt[len(text.tokens)]),  # and another one comes
         lambda: text.tokens.extend(prompt[len(text.tokens) :]),
     ):
@@ -412,7 +412,8 @@ def test_so_many_ended_texts_are_kept_and_the_one_that_all_build_on(models, resi
     ended = played(engine, *(asked(prompt, tag) for tag, prompt in prompts.items()), max_sequences=8)
     kept = engine._kept
     assert len(kept._droppable(None)) == 3
-    assert [text.tokens[: len(BOOK) + 30] for text in kept._texts][-2:] == [prompts["g"], prompts["h"]], "the newest"
+    newest = [text.tokens[: len(BOOK) + 30].tolist() for text in kept._texts[-2:]]
+    assert newest == [prompts["g"], prompts["h"]]
     later = played(engine, *(asked([*BOOK, *random_tokens(30, seed=seed)], str(seed)) for seed in range(5)))
     assert all(one.statistics.reused_tokens >= SHARED for one in later.values())
     again = played(engine, asked(prompts["a"], "a"))["a"]
