@@ -26,8 +26,8 @@ class Occurrences:
     """
 
     def __init__(self) -> None:
-        self._tokens: list[int] = []
-        self._last: dict[tuple[int, ...], int] = {}  # position after the last occurrence of a run
+        self._tokens = array("i")
+        self._last: dict[bytes, int] = {}  # by a run's tokens: the position after its last occurrence
         self._before = array("q", [])  # by position after a run: the position after its previous occurrence, or -1
 
     def follow(self, text: Sequence[int]) -> None:
@@ -39,7 +39,7 @@ class Occurrences:
             if position + 1 < SHORTEST:
                 before.append(-1)
                 continue
-            run = tuple(tokens[-SHORTEST:])
+            run = tokens[-SHORTEST:].tobytes()
             before.append(last.get(run, -1))
             last[run] = position + 1
 
@@ -47,7 +47,7 @@ class Occurrences:
         """Forgets tokens from `length` on."""
         tokens, before, last = self._tokens, self._before, self._last
         while len(tokens) > length:
-            run, earlier = tuple(tokens[-SHORTEST:]), before.pop()
+            run, earlier = tokens[-SHORTEST:].tobytes(), before.pop()
             if len(tokens) >= SHORTEST:
                 if earlier < 0:
                     del last[run]
@@ -76,7 +76,7 @@ class Occurrences:
 
     def after(self, position: int, count: int) -> list[int]:
         """`count` tokens from `position` on. At the end of the text, they are repeated from `position`."""
-        found = self._tokens[position : position + count]
+        found = self._tokens[position : position + count].tolist()
         while len(found) < count:
             found.append(found[len(found) - (len(self._tokens) - position)])
         return found

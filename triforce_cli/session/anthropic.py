@@ -153,7 +153,7 @@ def _block(given: Any) -> Block:
     kind = given.get("type") if isinstance(given, dict) else given
     found = _BLOCKS.get(kind) if isinstance(kind, str) else None
     if found is None:
-        raise ValueError(f"is of type {shown(kind)}; supported are {', '.join(_BLOCKS)}")
+        raise ValueError(f"is of type {shown(kind)}; the supported types are {', '.join(_BLOCKS)}")
     return found.model_validate(given)
 
 
