@@ -96,7 +96,8 @@ def test_a_body_is_not_held_while_its_answer_is_written(long_pair):
         connection.close()
 
 
-def test_an_uploads_body_is_not_held_while_its_text_is_read(lasting):
+def test_an_uploads_body_is_not_held_while_its_text_is_read(lasting, monkeypatch, tmp_path):
+    monkeypatch.setenv("TRIFORCE_HOME", str(tmp_path))
     text = "It was the best of times. " * 5000
     with serving_within(lasting, limits={"client_held_bytes": 1.5 * len(text)}) as server:
         upload = server.connect_to_upload("book", text)
