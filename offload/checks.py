@@ -27,17 +27,18 @@ def checked_prompt(prompt_ids: Sequence[int] | Tensor, config: ModelConfig, max_
         CapacityError: see `check_context`.
     """
     if isinstance(prompt_ids, list) and set(map(type, prompt_ids)) <= {int}:
-        ids = np.array(prompt_ids)  # making a tensor of many thousands takes several milliseconds
+        ids = np.array(prompt_ids)  # in less time than a tensor
     elif isinstance(prompt_ids, array) and prompt_ids.typecode in _WHOLE:
         ids = np.asarray(prompt_ids)  # likewise
     else:
         given = torch.as_tensor(prompt_ids)
-        if given.dim() != 1 or (len(given) and (given.is_floating_point() or given.dtype == torch.bool)):
+        whole = not (given.is_floating_point() or given.is_complex() or given.dtype == torch.bool)
+        if given.dim() != 1 or (len(given) and not whole):
             raise UsageError(
                 f"the prompt is a {given.dim()}-dimensional tensor of {given.dtype}; give a list or 1-D tensor of "
                 "token ids"
             )
-        ids = given.cpu().numpy()
+        ids = np.array(given.tolist())
     if not len(ids):
         raise UsageError("the prompt is empty; generation needs at least one token")
     if ids.min() < 0 or ids.max() >= config.vocab_size:

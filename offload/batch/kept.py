@@ -375,7 +375,7 @@ class KeptCache:
 
     def end(self, tokens: array[int], drafting: DraftingCaches | None = None) -> None:
         """Records that a sequence has ended. Later sequences can reuse its keys and values. `tokens` must be the
-        sequence's own list, not an equal one.
+        sequence's own array, not an equal one.
 
         Args: `drafting`: the sequence's drafting caches, if they stay.
         """
@@ -426,7 +426,7 @@ class KeptCache:
             self._drop(one)
 
     def forget(self, tokens: array[int]) -> None:
-        """Drops the cache of a sequence, so that it is not reused. `tokens` must be the sequence's own list."""
+        """Drops the cache of a sequence, so that it is not reused. `tokens` must be the sequence's own array."""
         for text in [text for text in self._texts if text.tokens is tokens]:
             self._drop(text)
 
@@ -742,20 +742,25 @@ def takes_over(text: KnownText | None, shared: int) -> bool:
     return text is not None and 2 * shared >= text.full.length
 
 
-_FEW = 16
-"""The number of tokens that are compared one by one, before all others are compared together. Most texts differ within
-these."""
+_FEW, _MANY = 16, 1024
+"""The number of tokens that are compared one by one, and then that of the first ones that are compared together."""
 
 
 def common_length(some: array[int], others: array[int], known: int = 0) -> int:
     """The number of leading tokens that both have in common. The first `known` tokens are known to be equal."""
     shortest = min(len(some), len(others))
-    few = min(known + _FEW, shortest)
-    for position in range(known, few):
+    start = min(known + _FEW, shortest)
+    for position in range(known, start):
         if some[position] != others[position]:
             return position
-    differ = np.asarray(some)[few:shortest] != np.asarray(others)[few:shortest]
-    return few + int(differ.argmax()) if differ.any() else shortest
+    ours, theirs, size = np.asarray(some), np.asarray(others), _MANY
+    while start < shortest:
+        stop = min(start + size, shortest)
+        differ = ours[start:stop] != theirs[start:stop]
+        if differ.any():
+            return start + int(differ.argmax())
+        start, size = stop, 4 * size
+    return shortest
 
 
 def reusable(prompt: Sequence[int]) -> int:

@@ -173,7 +173,8 @@ class ModelContexts:
         save, warnings = None, ()
         if request.save:
             try:
-                prefix, save = self._plan_saving(request.save, request, prompt[: request.save_tokens], prefix)
+                saved = prompt if request.save_tokens is None else prompt[: request.save_tokens]
+                prefix, save = self._plan_saving(request.save, request, saved, prefix)
             except (ContextError, OSError) as error:
                 if _must_save(request):
                     raise

@@ -68,8 +68,8 @@ RETRIEVAL_DRAFT_TOKENS = 8
 LOOKUP_DRAFT_TOKENS = 31
 """`RETRIEVAL_DRAFT_TOKENS` with lookup: these draft tokens take no time except for their rows."""
 
-LOOKUP_BYTES = 130
-"""Bytes per token of the lookup index: an entry of a dictionary and one of an array."""
+LOOKUP_BYTES = 150
+"""Maximum bytes per token of the lookup index: an entry of a dictionary and one of each of two arrays."""
 
 TAIL_ROUNDS = 3
 """The number of rounds for which a tail has room until chunks are chosen again, if `--refresh` does not give a number.

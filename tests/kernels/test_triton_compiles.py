@@ -39,13 +39,11 @@ def test_each_value_of_each_constant_compiles_without_spills(tmp_path):
     assert {*compiled(tmp_path, "--some", "--groups", "4")} - {"kernel", "|---" * 7 + "|"} == KERNELS
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("capability", ["80", "86", "89", "90", "120"])
 @pytest.mark.slow
-def test_every_variant_compiles_without_spills(tmp_path, capability, dtype):
+def test_every_variant_compiles_without_spills(tmp_path, capability):
     """Attention with four query heads for each KV head."""
-    found = compiled(tmp_path, "--groups", "4", "--capabilities", capability, "--dtypes", dtype)
-    assert {*found} >= KERNELS
+    assert {*compiled(tmp_path, "--groups", "4", "--capabilities", capability)} >= KERNELS
 
 
 @pytest.mark.parametrize("capability", ["80", "90"])

@@ -385,7 +385,7 @@ def in_common(tokens, prompt):
     return len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], zip(tokens, prompt, strict=False))))
 
 
-def test_what_was_compared_once_is_compared_again_where_it_changed(models):
+def test_what_is_in_common_follows_a_text_that_changes(models):
     engine = models.engine("llama")
     played(engine, asked(BOOK[:100], "a"))
     (text,) = engine._kept._texts
