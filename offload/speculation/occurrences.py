@@ -21,7 +21,7 @@ _CANDIDATES = 16
 class Occurrences:
     """The places of each run of `SHORTEST` tokens in a text that grows and is cut at its end.
 
-    A dictionary has the last place of each run. Arrays have the tokens, and the previous place for each place. Together,
+    A dictionary has the last place of each run, arrays the tokens, and for each place the previous place. Together,
     they take 120 to 150 bytes per token. Making the index takes a microsecond per token, so it is not saved with
     contexts.
     """
