@@ -38,9 +38,10 @@ def meeting(ranks: int) -> tuple[TCPStore, dict[str, str]]:
 
 
 def resident() -> int:
-    """Bytes of memory that this process takes. Other files in /proc have estimates."""
+    """Bytes of memory that this process takes, without mapped files, which the system may drop at any time. Other files
+    in /proc have estimates."""
     lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith("Rss:")) * 1024
+    return next(int(line.split()[1]) for line in lines if line.startswith("Anonymous:")) * 1024
 
 
 class Fork:
