@@ -743,7 +743,8 @@ def takes_over(text: KnownText | None, shared: int) -> bool:
 
 
 _FEW, _MANY = 16, 1024
-"""The number of tokens that are compared one by one, and then that of the first ones that are compared together."""
+"""The first tokens are compared one by one, this many of them. Then so many are compared together, and four times as
+many each further time."""
 
 
 def common_length(some: array[int], others: array[int], known: int = 0) -> int:

@@ -339,7 +339,6 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", default=[""], metavar="NAME")
     parser.add_argument("--some", action="store_true")
     parser.add_argument("--capabilities", type=int, nargs="+", default=list(ARCHITECTURES))
-    parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "float16"])
     parser.add_argument("--head-dims", type=int, nargs="+", default=[64, 128])
     parser.add_argument("--groups", type=int, nargs="+", default=[1, 4, 8])
     options = parser.parse_args()
@@ -348,8 +347,7 @@ def main() -> None:
             if name.startswith(tuple(options.only)):
                 print(name, variant.constants, checked(name, variant, options.unusual))
         return
-    dtypes = [getattr(torch, name) for name in options.dtypes]
-    variants = usual_variants(dtypes, options.head_dims, options.groups)
+    variants = usual_variants([torch.bfloat16, torch.float16], options.head_dims, options.groups)
     tabulate(
         [one for one in variants if one[0].startswith(tuple(options.only))], options.capabilities, some=options.some
     )
