@@ -251,6 +251,31 @@ def test_killed_rank_ends_the_run_everywhere(rank):
         assert "TBT" in err, "rank 0 should still say what it measured"
 
 
+@pytest.mark.slow
+def test_killed_rank_is_noticed_even_if_its_connections_stay_open(tmp_path):
+    """As far as rank 0 can tell, this is what happens when Gloo misses that a connection was closed."""
+    dying = """
+import os, signal, time
+def die(*_):
+    if os.fork() == 0:  # it inherits the connections
+        os.closerange(0, 3)
+        time.sleep(15)
+        os._exit(0)
+    os.kill(os.getpid(), signal.SIGKILL)
+if os.environ.get("RANK") == "1":
+    signal.signal(signal.SIGUSR1, die)
+"""
+    (tmp_path / "sitecustomize.py").write_text(dying)
+    path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    running = Running(PYTHONPATH=path)
+    running.ranks[1].send_signal(signal.SIGUSR1)
+    code, _, err, seconds = running.end()
+    assert (code, err.count("error:")) == (1, 1), err
+    assert "error: rank 1 was killed by SIGKILL" in err
+    assert "TBT" in err, "rank 0 should still say what it measured"
+    assert seconds < 10
+
+
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 @pytest.mark.slow
 def test_signal_to_the_launcher_ends_all_ranks_cleanly(number, code):

@@ -221,7 +221,7 @@ class _Plain(Exception):
 
 class Guard:
     """A thread that ends this process by force if it would outlive its run. This is needed because Python's signal
-    handlers do not run during a blocked collective.
+    handlers may not run during a blocked collective.
 
     The first SIGTERM, SIGINT or SIGHUP is left to its handler. If another signal comes before the first is handled, so
     that its handler still runs, the process is ended `RANK_0_GRACE_S` seconds after the second signal. When the parent

@@ -17,7 +17,7 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -29,6 +29,7 @@ from torch import Tensor
 from ..errors import CapacityError, HangError, PeerError, TriforceError, UsageError
 from .device_watch import DeviceWatch, hang_message
 from .place import Place
+from .siblings import siblings
 
 T = TypeVar("T")
 
@@ -38,6 +39,9 @@ by seconds. Ten minutes are enough even for a machine that swaps. PyTorch has th
 
 _PATIENCE = timedelta(days=365)
 """How long ranks wait for the next task of rank 0. A conversation or a server may be idle for days."""
+
+_LOOK_AGAIN = timedelta(seconds=1)
+"""How long a rank waits for the others before it looks whether they run."""
 
 _TIMED_OUT = "Timed out waiting"
 """A part of Gloo's error message when a rank has reached the time limit."""
@@ -104,7 +108,8 @@ class Ranks:
     def sum(self, x: Tensor, kind: str = "all_reduce") -> Tensor:
         """Sums `x` over all ranks, in place, and returns `x`. The call is counted in `collectives` as `kind`."""
         if self.size > 1:
-            self._call(kind, lambda: dist.all_reduce(x, group=self._group_of(x)), x.device)
+            group = self._group_of(x)
+            self._call(kind, lambda: dist.all_reduce(x, group=group, async_op=not x.is_cuda), x.device)
         return x
 
     def least(self, numbers: list[int], *, patiently: bool = False) -> list[int]:
@@ -113,7 +118,7 @@ class Ranks:
             return numbers
         found = torch.tensor(numbers, dtype=torch.int64)
         group = self._patient if patiently else self._limited
-        self._call("all_reduce_least", lambda: dist.all_reduce(found, dist.ReduceOp.MIN, group=group))
+        self._call("all_reduce_least", lambda: dist.all_reduce(found, dist.ReduceOp.MIN, group=group, async_op=True))
         return found.tolist()
 
     def gather_columns(self, x: Tensor) -> Tensor:
@@ -122,7 +127,8 @@ class Ranks:
             return x
         x = x.contiguous()
         parts = [torch.empty_like(x) for _ in range(self.size)]
-        self._call("all_gather", lambda: dist.all_gather(parts, x, group=self._group_of(x)), x.device)
+        group = self._group_of(x)
+        self._call("all_gather", lambda: dist.all_gather(parts, x, group=group, async_op=not x.is_cuda), x.device)
         return torch.cat(parts, dim=-1)
 
     def share(self, value: T, *, patiently: bool = False) -> T:
@@ -171,7 +177,7 @@ class Ranks:
         if self.rank == 0:
             message[0] = len(numbers)
             message[1 : len(numbers) + 1] = torch.tensor(numbers, dtype=torch.int64)
-        self._call("broadcast", lambda: dist.broadcast(message, src=0, group=self._limited))
+        self._call("broadcast", lambda: dist.broadcast(message, src=0, group=self._limited, async_op=True))
         return message[1 : int(message[0]) + 1].tolist()
 
     def before_leaving(self, act: Callable[[], None]) -> None:
@@ -195,8 +201,12 @@ class Ranks:
         """The group for collectives on `x`. That of NCCL does not have this time limit; see `DeviceWatch`."""
         return None if x.is_cuda else self._limited
 
-    def _call(self, kind: str, collective: Callable[[], object], device: torch.device | None = None) -> None:
+    def _call(self, kind: str, collective: Callable[[], dist.Work | None], device: torch.device | None = None) -> None:
         """Calls a collective on tensors of `device`, or of the host if `device` is not given.
+
+        Args:
+            kind: as what the call is counted.
+            collective: starts the collective, and returns what can be waited for; `None` if nothing must be waited for.
 
         Raises:
             HangError: the other ranks did not join within the time limit.
@@ -209,7 +219,9 @@ class Ranks:
         began = time.monotonic()
         try:
             with self._watch.call(kind) if self._watch and on_device else nullcontext():
-                collective()
+                work = collective()
+                if work:
+                    self._wait(work)
         except RuntimeError as error:
             text = str(error)
             if _TIMED_OUT in text:
@@ -219,6 +231,24 @@ class Ranks:
             raise
         if device is not None and on_device:
             self._note(kind, device)
+
+    def _wait(self, work: dist.Work) -> None:
+        """Waits for a collective between CPUs. Gloo now and then misses that another rank has died, and waits until the
+        time limit. So this method looks for the other ranks of this machine every `_LOOK_AGAIN`.
+
+        Raises:
+            PeerError: a rank of this machine has ended.
+            RuntimeError: the collective failed.
+        """
+        while True:
+            with suppress(RuntimeError):  # also if the time has passed
+                work.wait(_LOOK_AGAIN)
+            if work.is_completed():
+                break
+            running = siblings()  # empty if another process than torchrun's agent has started them
+            if running and len(running) < self.local_size:
+                raise PeerError(f"rank {self.rank} lost the other ranks: one of them has ended")
+        work.wait()  # raises its error
 
     def _note(self, kind: str, device: torch.device) -> None:
         """Puts the work that was submitted to `device` so far under the time limit of the watch."""
