@@ -234,7 +234,7 @@ def notes(document: dict[str, Any]) -> list[str]:
     measured = bandwidths(document, 1)
     lines = [
         "TBT: decoding time ÷ the tokens after the first. accepted: accepted ÷ tested draft tokens, of the small model "
-        "and of the retrieval cache. a round: tokens per pass over the full cache.",
+        "and of the retrieval cache. tokens a round: tokens per pass over the full cache.",
         f"floor, ms: derived, the bytes of one pass ÷ the bandwidth measured before the runs ({measured}). With "
         "speculation, TBT can be below it, as a pass yields several tokens.",
     ]
