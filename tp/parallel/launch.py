@@ -39,6 +39,11 @@ _FOLLOW_UPS = (PeerError.exit_code, -signal.SIGTERM, 128 + signal.SIGTERM)
 """Exit codes of ranks that ended because another rank had ended."""
 
 
+_ENDING_S = 10
+"""A rank that was killed so many seconds after the first failure or later was killed by the launcher, which waits 30
+seconds for ranks to end by themselves."""
+
+
 @dataclass(frozen=True)
 class Failure:
     """How a rank failed."""
@@ -48,6 +53,8 @@ class Failure:
     """Negative: the number of the signal that killed the rank."""
     message: str
     """The error message; may be empty."""
+    at: int
+    """When it failed, in seconds."""
 
 
 def launch(command: Sequence[str], ranks: int, ready: Callable[[], None]) -> int:
@@ -94,7 +101,10 @@ def launch(command: Sequence[str], ranks: int, ready: Callable[[], None]) -> int
         with rank_0:
             elastic_launch(config, command[0])(*command[1:])
     except ChildFailedError as error:
-        failures = [Failure(rank, failure.exitcode, _recorded(failure)) for rank, failure in error.failures.items()]
+        failures = [
+            Failure(rank, failure.exitcode, _recorded(failure), failure.timestamp)
+            for rank, failure in error.failures.items()
+        ]
         code = rank_0.stopped_by_signal(failures)
         return _outcome(failures) if code is None else code
     except SignalException as stopped:
@@ -177,9 +187,11 @@ def _outcome(failures: list[Failure]) -> int:
     """The exit code of a run with these failures, if rank 0 has printed the error; otherwise raises the error of the
     first failure."""
     hung = HangError.exit_code
+    began = min(f.at for f in failures)
     own = [f for f in failures if f.exit_code not in _FOLLOW_UPS]
+    own = [f for f in own if f.exit_code != -signal.SIGKILL or f.at <= began + _ENDING_S]
     own.sort(key=lambda f: (f.exit_code == hung, f.rank))  # others may hang because they wait for a rank that failed
-    first = own[0] if own else failures[0]
+    first = own[0] if own else min(failures, key=lambda f: (f.at, f.rank))
     if own and first.rank == 0 and first.exit_code > 0 and first.exit_code != hung:
         return first.exit_code
     if first.exit_code > 0:

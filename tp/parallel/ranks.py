@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, TypeVar
 
+import psutil
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -29,7 +30,7 @@ from torch import Tensor
 from ..errors import CapacityError, HangError, PeerError, TriforceError, UsageError
 from .device_watch import DeviceWatch, hang_message
 from .place import Place
-from .siblings import siblings
+from .siblings import has_ended, siblings
 
 T = TypeVar("T")
 
@@ -65,6 +66,8 @@ class Ranks:
     """Collective calls so far, by kind, without those of replayed CUDA graphs."""
     _limited: dist.ProcessGroup | None = None
     _patient: dist.ProcessGroup | None = None
+    _beside: dict[int, psutil.Process] = field(default_factory=dict)
+    """The other ranks of this machine, by rank; empty if they are not known."""
     _watch: DeviceWatch | None = None
     on_device: bool = False
     """Whether a collective has worked on the memory of a GPU. If so, NCCL has buffers there."""
@@ -100,7 +103,9 @@ class Ranks:
         limited: Any = dist.new_group(backend="gloo", timeout=timedelta(seconds=limit_s))
         patient: Any = dist.new_group(backend="gloo", timeout=_PATIENCE)
         watch = DeviceWatch(place.rank, limit_s) if device.type == "cuda" else None
-        ranks = cls(place.rank, place.size, place.local_size, Counter(), limited, patient, watch)
+        found = siblings()  # all of them run; else they do not have one parent that has started them
+        beside = {rank: one for rank, one in found.items() if rank != place.rank and len(found) == place.local_size}
+        ranks = cls(place.rank, place.size, place.local_size, Counter(), limited, patient, beside, watch)
         if watch:
             ranks.before_leaving(watch.stop)
         return ranks
@@ -234,20 +239,22 @@ class Ranks:
 
     def _wait(self, work: dist.Work) -> None:
         """Waits for a collective between CPUs. Gloo now and then misses that another rank has died, and waits until the
-        time limit. So this method looks for the other ranks of this machine every `_LOOK_AGAIN`.
+        time limit. So this method looks every `_LOOK_AGAIN` whether the other ranks of this machine still run. (Objects
+        are exchanged by PyTorch's own functions, which do not look.)
 
         Raises:
             PeerError: a rank of this machine has ended.
             RuntimeError: the collective failed.
         """
+        ended: int | None = None
         while True:
             with suppress(RuntimeError):  # also if the time has passed
                 work.wait(_LOOK_AGAIN)
             if work.is_completed():
                 break
-            running = siblings()  # empty if another process than torchrun's agent has started them
-            if running and len(running) < self.local_size:
-                raise PeerError(f"rank {self.rank} lost the other ranks: one of them has ended")
+            if ended is not None:  # what it had sent before its end would have come meanwhile
+                raise PeerError(f"rank {self.rank} lost the other ranks: one of them has ended (rank {ended})")
+            ended = next((rank for rank, process in self._beside.items() if has_ended(process)), None)
         work.wait()  # raises its error
 
     def _note(self, kind: str, device: torch.device) -> None:
