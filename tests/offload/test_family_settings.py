@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from mtp import Head
 from quantised import FORMATS, save_quantised
 from spmd import run_forks
-from tiny import greedy_oracle, random_tokens, save_family, save_llama
+from tiny import greedy_oracle, pass_with_swaps, random_tokens, save_family, save_llama
 from triforce.offload import ContextRequest, ContextStore, Engine, Request, Sampling
 from triforce.offload.limits import LIMITS
 from triforce.offload.system import THIS_MACHINE
@@ -159,10 +160,43 @@ def test_either_choice_of_experts_is_right_where_rounding_decides(models, tmp_pa
     to another. The choice decides about the third token that is written."""
     case = Case.random(HYBRIDS, 860259491)
     case.check(models, case.texts(models, tmp_path))
-    _, model = models[case.model]
-    prompt, text = [*case.texts(models, tmp_path)][-1]
-    other = [*text[:5], (text[5] + 1) % 97, *text[6:]]
-    assert greedy_oracle(model, prompt, len(text), other) != other, "no choice makes any text right"
+
+
+@torch.inference_mode()
+def test_the_oracle_exchanges_experts_only_where_rounding_decides(tmp_path):
+    prompt, model = random_tokens(40, seed=3), save_family(tmp_path, "qwen3-moe", seed=1)
+    gate, seen = model.model.layers[0].mlp.gate, []
+    hook = gate.register_forward_pre_hook(lambda _, given: seen.append(given[0].reshape(-1, given[0].shape[-1])))
+    _, gaps = pass_with_swaps(model, prompt)
+    hook.remove()
+
+    def written(*swaps: tuple[int, int]) -> list[int]:
+        tokens = [*prompt]
+        for _ in range(6):
+            tokens.append(int(pass_with_swaps(model, tokens, swaps)[0][-1].argmax()))
+        return tokens[len(prompt) :]
+
+    def bring_together(row: int) -> None:
+        """Changes the router so that the two experts of this row have nearly the same logit."""
+        first_unused = (gate.weight @ seen[0][row]).argsort(descending=True)[gate.top_k]
+        gate.weight[first_unused] += seen[0][row] * (gaps[0][row] - 1e-5) / seen[0][row].square().sum()
+
+    found, before = 0, gate.weight.clone()
+    for row in range(40):
+        plain, other = written(), written((0, row))
+        if gaps[0][row] < 0.01 or other == plain:
+            continue
+        assert greedy_oracle(model, prompt, 6, plain) == plain
+        assert greedy_oracle(model, prompt, 6, other) == plain, "these experts' logits are far apart"
+        bring_together(row)
+        plain, other = written(), written((0, row))
+        if other != plain:
+            found += 1
+            assert greedy_oracle(model, prompt, 6, other) == other, "now they are nearly equal"
+            wrong = [*other[:-1], (other[-1] + 1) % 97]
+            assert greedy_oracle(model, prompt, 6, wrong) == plain
+        gate.weight.copy_(before)
+    assert found
 
 
 def play_on_ranks(cases: dict[int, Case], models: Models, store: Path) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -212,50 +212,69 @@ def greedy_oracle(model: PreTrainedModel, prompt: list[int], n: int, guess: list
     return known[asked][:n]
 
 
-ROUTER_ROUNDING = 5e-4
-"""By how much the router's logits of two experts may differ in a float32 model where rounding decides between them. Of
-one token, two ways to compute them differed by 8e-5 in the first layer, whose inputs are the most exact ones."""
+ROUTER_ROUNDING = {True: 1e-3, False: 5e-5}
+"""By how much the router's logits of two experts may differ in a float32 model, with linear attention and without,
+where rounding decides between them. Of four families and prompts of 300 and 1,400 tokens, the logits of this program
+and of transformers differ by at most 9e-4 and 6e-6 in 99 of 100 tokens, in the last layer, where they differ most."""
 
-MAX_UNDECIDED = 3
+MOST_SWAPS = 2
 """The maximum number of choices of experts that are made otherwise to explain a text."""
 
 
-def _is_greedy(
-    model: PreTrainedModel, prompt: list[int], text: list[int], otherwise: frozenset[tuple[int, int]] = frozenset()
-) -> bool:
+def _is_greedy(model: PreTrainedModel, prompt: list[int], text: list[int]) -> bool:
     """Whether each token of `text` has the largest logit after those before. Then `text` is the greedy text. It is one,
-    too, if that holds where the last of a token's experts and the first that it does not use, whose logits are nearly
-    equal, change places. `otherwise`: where they have done so already, by layer and position."""
+    too, if that holds where two experts change places whose logits are so nearly equal that rounding decides."""
     if model.generation_config and model.generation_config.eos_token_id is not None:
         return False  # the text may end before
-    gates = [module for name, module in model.named_modules() if name.endswith(".gate")]
-    undecided: list[tuple[int, int]] = []
+    rounding = ROUTER_ROUNDING["linear_attention" in (getattr(model.config, "layer_types", None) or ())]
+    to_try, tried = [frozenset[tuple[int, int]]()], set[frozenset[tuple[int, int]]]()
+    for swaps in to_try:
+        logits, gaps = pass_with_swaps(model, [*prompt, *text[:-1]], swaps)
+        undecided = {
+            (layer, row) for layer, gap in enumerate(gaps) for row in (gap < rounding).nonzero()[:, 0].tolist()
+        }
+        if not swaps <= undecided:
+            continue  # an earlier swap has moved a later one's experts apart
+        if logits[len(prompt) - 1 :].argmax(dim=-1).tolist() == text:
+            return True
+        further = {swaps | {place} for place in undecided - swaps if len(swaps) < MOST_SWAPS} - tried
+        tried |= further
+        to_try += further
+    return False
 
-    def change(layer: int, gate: Any, rows: torch.Tensor) -> torch.Tensor:
-        """The rows as this layer's router sees them: those in `otherwise` are moved just across the border."""
+
+@torch.inference_mode()
+def pass_with_swaps(
+    model: PreTrainedModel, tokens: list[int], swaps: Collection[tuple[int, int]] = ()
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """The logits of a pass over `tokens`; and for each layer with experts, for each position: by how much the router's
+    logits of the last expert that is used and of the first that is not differ.
+
+    Args: `swaps` says where these two experts change places, by layer and position.
+    """
+    gaps: list[torch.Tensor] = []
+
+    def across(layer: int, gate: Any, rows: torch.Tensor) -> torch.Tensor:
+        """The rows that this layer's router gets: those of `swaps` are moved just across the border."""
         flat = rows.reshape(-1, rows.shape[-1]).clone()
         best = (flat @ gate.weight.T).sort(dim=-1, descending=True)
-        used, next_one = (gate.weight[best.indices[:, i]] for i in (gate.top_k - 1, gate.top_k))
-        gaps = best.values[:, gate.top_k - 1] - best.values[:, gate.top_k]
-        undecided.extend((layer, row) for row in (gaps < ROUTER_ROUNDING).nonzero().flatten().tolist())
-        for _, row in (place for place in otherwise if place[0] == layer):
-            across = next_one[row] - used[row]
-            flat[row] += across * (2 * gaps[row] + 1e-5) / across.square().sum()
+        gaps.append(best.values[:, gate.top_k - 1] - best.values[:, gate.top_k])
+        for _, row in (place for place in swaps if place[0] == layer):
+            last, following = (gate.weight[best.indices[row, i]] for i in (gate.top_k - 1, gate.top_k))
+            way = following - last
+            flat[row] += way * (2 * gaps[-1][row] + 1e-5) / way.square().sum()
         return flat.reshape(rows.shape)
 
+    gates = [module for name, module in model.named_modules() if name.endswith(".gate")]
     hooks = [
-        gate.register_forward_pre_hook(lambda gate, given, layer=layer: (change(layer, gate, given[0]), *given[1:]))
+        gate.register_forward_pre_hook(lambda gate, given, layer=layer: (across(layer, gate, given[0]), *given[1:]))
         for layer, gate in enumerate(gates)
     ]
     try:
-        logits = model(torch.tensor([[*prompt, *text[:-1]]]), use_cache=False).logits[0, len(prompt) - 1 :]
+        return model(torch.tensor([tokens]), use_cache=False).logits[0], gaps
     finally:
         for hook in hooks:
             hook.remove()
-    if logits.argmax(dim=-1).tolist() == text:
-        return True
-    more = [otherwise | {place} for place in undecided if place not in otherwise]
-    return len(otherwise) < MAX_UNDECIDED and any(_is_greedy(model, prompt, text, changed) for changed in more)
 
 
 def _generated(model: PreTrainedModel, prompt: list[int], n: int) -> list[int]:
