@@ -18,7 +18,7 @@ import itertools
 import random
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -35,7 +35,7 @@ from triforce.kernels.triton import packing as triton_packing
 from triforce.kernels.triton import quantised as triton_quantised
 from triforce.kernels.triton import rows as triton_rows
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+from triton.compiler import ASTSource, make_backend
 
 SHARED_MEMORY = 99 * 1024
 """Bytes a program may take on sm_86, sm_89 and sm_120, the least of the GPUs this is for."""
@@ -62,6 +62,10 @@ ARCHITECTURES = {
     90: Multiprocessor(64, 32, 228),
     120: Multiprocessor(48, 24, 100),
 }
+ASSEMBLED_FROM = {86: 80, 89: 80}
+"""Architectures for which Triton's PTX is that of another one, except for its first lines, so that only assembling is
+left. What the table is made of is compared with the PTX that Triton makes, for the variants of `few_of`."""
+
 REGISTERS = 65536
 """Of a multiprocessor; warps take 256 at a time."""
 
@@ -97,24 +101,56 @@ class Usage:
         return min(of_registers, of_memory, there.programs, there.warps // num_warps) * num_warps / there.warps
 
 
-def compile_variant(variant: Variant, capability: int) -> Usage:
+@dataclass(frozen=True)
+class Program:
+    """A compiled variant."""
+
+    ptx: str
+    usage: Usage
+
+
+def compile_variant(variant: Variant, capability: int) -> Program:
     """Compiles it and reads what the assembler says."""
     kernel = variant.kernel
     signature = dict.fromkeys(kernel.arg_names, "i32") | variant.types | dict.fromkeys(variant.constants, "constexpr")
     signature = {name: signature[name] for name in kernel.arg_names}
     aligned = [i for i, name in enumerate(kernel.arg_names) if "stride" in name or signature[name].startswith("*")]
     attributes = {(i,): [["tt.divisibility", 16]] for i in aligned}
-    log = io.StringIO()
-    with triton.knobs.nvidia.scope(), triton.knobs.compilation.scope(), contextlib.redirect_stdout(log):
-        triton.knobs.nvidia.dump_ptxas_log = triton.knobs.compilation.always_compile = True
+    with assembler_messages() as log:
         compiled = triton.compile(
             ASTSource(kernel, signature, variant.constants, attributes),
             target=GPUTarget("cuda", capability, 32),
-            options={"num_warps": variant.num_warps, "num_stages": 2} | variant.options,
+            options=options_of(variant),
         )
+    return Program(compiled.asm["ptx"], usage_of(log, compiled.metadata.shared))
+
+
+def assemble(variant: Variant, program: Program, capability: int) -> Program:
+    """Assembles the program of another architecture for this one."""
+    backend: Any = make_backend(GPUTarget("cuda", capability, 32))
+    ptx = re.sub(r"(?<=\.target sm_)\d+", str(capability), program.ptx)
+    with assembler_messages() as log:
+        backend.make_cubin(ptx, {}, backend.parse_options(options_of(variant)), capability)
+    return Program(ptx, usage_of(log, program.usage.shared))
+
+
+def options_of(variant: Variant) -> dict[str, Any]:
+    return {"num_warps": variant.num_warps, "num_stages": 2} | variant.options
+
+
+@contextlib.contextmanager
+def assembler_messages() -> Iterator[io.StringIO]:
+    """What the assembler prints, where something is compiled in this context; nothing is taken from Triton's cache."""
+    log = io.StringIO()
+    with triton.knobs.nvidia.scope(), triton.knobs.compilation.scope(), contextlib.redirect_stdout(log):
+        triton.knobs.nvidia.dump_ptxas_log = triton.knobs.compilation.always_compile = True
+        yield log
+
+
+def usage_of(log: io.StringIO, shared: int) -> Usage:
     said = log.getvalue()
     spilled = sum(int(number) for number in re.findall(r"(\d+) bytes spill", said))
-    return Usage(int(re.findall(r"Used (\d+) registers", said)[-1]), spilled, compiled.metadata.shared)
+    return Usage(int(re.findall(r"Used (\d+) registers", said)[-1]), spilled, shared)
 
 
 def attention_variant(
@@ -275,12 +311,25 @@ def unusual_variants() -> Iterator[tuple[str, Variant]]:
             yield name, variant
 
 
-def checked(name: str, variant: Variant, capability: int) -> Usage:
-    """Its usage, unless that is too much."""
-    usage = compile_variant(variant, capability)
-    if usage.spilled or usage.shared > SHARED_MEMORY:
-        sys.exit(f"{name} {variant.constants} on sm_{capability}: {usage}")
-    return usage
+def programs(
+    name: str, variant: Variant, capabilities: list[int], *, compared: Collection[int] = ()
+) -> dict[int, Program]:
+    """The program for each architecture. The process ends if one takes too much.
+
+    Args: `compared` are architectures for which Triton makes the program even if it can be assembled from that of
+        another one, and both are compared.
+    """
+    found: dict[int, Program] = {}
+    for capability in capabilities:
+        like = found.get(ASSEMBLED_FROM.get(capability, 0))
+        found[capability] = program = (
+            assemble(variant, like, capability) if like else compile_variant(variant, capability)
+        )
+        if program.usage.spilled or program.usage.shared > SHARED_MEMORY:
+            sys.exit(f"{name} {variant.constants} on sm_{capability}: {program.usage}")
+        if like and capability in compared and compile_variant(variant, capability) != program:
+            sys.exit(f"{name} {variant.constants}: the program for sm_{capability} differs from what Triton makes")
+    return found
 
 
 def few_of(variants: list[tuple[str, Variant]], capabilities: list[int]) -> set[tuple[int, int]]:
@@ -308,7 +357,8 @@ def tabulate(variants: list[tuple[str, Variant]], capabilities: list[int], *, so
 
     Args: `some`: few variants, each for one architecture (see `few_of`); else all for all.
     """
-    chosen = few_of(variants, capabilities) if some else {*itertools.product(range(len(variants)), capabilities)}
+    few = few_of(variants, capabilities)
+    chosen = few if some else {*itertools.product(range(len(variants)), capabilities)}
     rows: dict[tuple[str, str], dict[int, list[tuple[Usage, float]]]] = {}
     for place, (name, variant) in enumerate(variants):
         wanted = [capability for capability in capabilities if (place, capability) in chosen]
@@ -317,8 +367,9 @@ def tabulate(variants: list[tuple[str, Variant]], capabilities: list[int], *, so
         sizes = [size for key, size in variant.constants.items() if key.startswith("TILE_")]
         tile = " x ".join(map(str, sizes or [variant.constants.get("ROWS", 1), variant.constants["OUTPUTS"]]))
         row = rows.setdefault((name, tile), {capability: [] for capability in capabilities})
-        for capability in wanted:
-            usage = checked(name, variant, capability)
+        compared = [capability for capability in wanted if (place, capability) in few]
+        for capability, program in programs(name, variant, wanted, compared=compared).items():
+            usage = program.usage
             row[capability].append((usage, usage.occupancy(capability, variant.num_warps)))
     print("| kernel | tile |", " | ".join(f"sm_{capability}" for capability in capabilities), "|")
     print("|---" * (2 + len(capabilities)) + "|")
@@ -345,7 +396,8 @@ def main() -> None:
     if options.unusual:
         for name, variant in unusual_variants():
             if name.startswith(tuple(options.only)):
-                print(name, variant.constants, checked(name, variant, options.unusual))
+                program = programs(name, variant, [options.unusual])[options.unusual]
+                print(name, variant.constants, program.usage)
         return
     variants = usual_variants([torch.bfloat16, torch.float16], options.head_dims, options.groups)
     tabulate(
