@@ -393,11 +393,12 @@ class ContextUse:
         if store.most_bytes is not None:
             keep += store.of_operator() if by_client else []
             if store.disk_bytes(keep) + new > store.most_bytes:
-                quota = f"{gib(store.most_bytes)} (TRIFORCE_CONTEXTS_MAX); raise it"
+                remedy = "raise it, or remove some: triforce contexts rm NAME"
+                quota = f"{gib(store.most_bytes)} (TRIFORCE_CONTEXTS_MAX); {remedy}"
                 if by_client:
                     raise ContextError(
                         f"with another {gib(new)}, the contexts that cannot be removed would exceed the quota of "
-                        f"{quota}, or remove some: triforce contexts rm NAME"
+                        f"{quota}"
                     )
                 raise ContextError(f"with another {gib(new)}, the contexts in use would exceed the quota of {quota}")
             removed = store.prune(store.most_bytes - new, keep)

@@ -4,6 +4,10 @@ import contextlib
 import json
 import os
 import resource
+import shlex
+import socket
+import subprocess
+import sys
 import threading
 import time
 from typing import Any
@@ -13,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from hooked_disk import HookedDisk
-from spmd import run_forks
+from spmd import ENVIRONMENT, run_forks
 from tiny import random_tokens, save_llama
 from triforce.offload import ContextStore, Engine, Sampling
 from triforce.offload.system import System
@@ -312,13 +316,59 @@ def test_what_a_gpu_is_given_is_watched_but_not_what_is_captured(monkeypatch, ca
 
 
 def test_the_launcher_tells_who_waited_and_not_who_was_lost():
-    lost = launch.Failure(0, PeerError.exit_code, "rank 0 lost the other ranks: one of them has ended")
-    waited = launch.Failure(1, HangError.exit_code, "rank 1 waited 600 s for the other ranks in all_reduce")
+    lost = launch.Failure(0, PeerError.exit_code, "rank 0 lost the other ranks: one of them has ended", at=100)
+    waited = launch.Failure(1, HangError.exit_code, "rank 1 waited 600 s for the other ranks in all_reduce", at=100)
     with pytest.raises(TriforceError, match=r"^rank 1 waited 600 s for the other ranks in all_reduce$"):
         launch._outcome([lost, waited])
-    alone = launch.Failure(0, HangError.exit_code, "rank 0 waited 600 s for the other ranks in all_reduce")
+    alone = launch.Failure(0, HangError.exit_code, "rank 0 waited 600 s for the other ranks in all_reduce", at=100)
     with pytest.raises(TriforceError, match=r"^rank 0 waited 600 s"):
         launch._outcome([alone])
-    failed = launch.Failure(1, 1, "the disk is full")
+    failed = launch.Failure(1, 1, "the disk is full", at=100)
     with pytest.raises(TriforceError, match=r"^rank 1: the disk is full$"):
         launch._outcome([alone, failed])
+
+
+@pytest.mark.parametrize("fails", [{"exit_code": -9, "message": ""}, {"exit_code": 1, "message": "no disk"}])
+def test_a_rank_that_the_launcher_had_to_kill_is_not_named_as_the_one_that_failed(fails):
+    killed, failed = launch.Failure(0, -9, "", at=131), launch.Failure(1, **fails, at=100)
+    with pytest.raises(TriforceError, match="rank 1"):
+        launch._outcome([killed, failed])
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+@pytest.mark.slow
+def test_late_ranks_are_waited_for_whoever_has_started_them(tmp_path, wrapped):
+    """Each rank's parent may be a shell of its own. Rank 0 comes late, and then rank 1, which ends first."""
+    script = tmp_path / "late.py"
+    script.write_text(
+        """
+import os, time, torch
+from triforce.tp.parallel.place import Place
+from triforce.tp.parallel.ranks import Ranks
+place = Place.from_environment()
+ranks = Ranks.join(place, torch.device("cpu"))
+for late in (0, 1):
+    time.sleep(2.5 * (place.rank == late))
+    print(int(ranks.sum(torch.ones(1))), flush=True)
+time.sleep(place.rank == 0)
+os._exit(0)
+"""
+    )
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    group = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    command = [sys.executable, str(script)]
+    if wrapped:
+        command = ["sh", "-c", f"{shlex.join(command)}; exit $?"]
+    started = [
+        subprocess.Popen(
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            env=os.environ | ENVIRONMENT | group | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+        )
+        for rank in range(2)
+    ]
+    printed = [process.communicate(timeout=60)[0] for process in started]
+    assert [(process.returncode, text) for process, text in zip(started, printed, strict=True)] == [(0, b"2\n2\n")] * 2

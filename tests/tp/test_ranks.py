@@ -2,7 +2,6 @@
 
 import json
 import os
-import shlex
 import signal
 import socket
 import subprocess
@@ -275,45 +274,6 @@ if os.environ.get("RANK") == "1":
     assert "error: rank 1 was killed by SIGKILL" in err
     assert "TBT" in err, "rank 0 should still say what it measured"
     assert seconds < 10
-
-
-@pytest.mark.parametrize("wrapped", [False, True])
-@pytest.mark.slow
-def test_late_ranks_are_waited_for_whoever_has_started_them(tmp_path, wrapped):
-    """Each rank's parent may be a shell of its own. Rank 0 comes late, and then rank 1, which ends first."""
-    script = tmp_path / "late.py"
-    script.write_text(
-        """
-import os, time, torch
-from triforce.tp.parallel.place import Place
-from triforce.tp.parallel.ranks import Ranks
-place = Place.from_environment()
-ranks = Ranks.join(place, torch.device("cpu"))
-for late in (0, 1):
-    time.sleep(2.5 * (place.rank == late))
-    print(int(ranks.sum(torch.ones(1))), flush=True)
-time.sleep(place.rank == 0)
-os._exit(0)
-"""
-    )
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    group = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    command = [sys.executable, str(script)]
-    if wrapped:
-        command = ["sh", "-c", f"{shlex.join(command)}; exit $?"]
-    started = [
-        subprocess.Popen(
-            command,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            env=os.environ | ENVIRONMENT | group | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-        )
-        for rank in range(2)
-    ]
-    printed = [process.communicate(timeout=60)[0] for process in started]
-    assert [(process.returncode, text) for process, text in zip(started, printed, strict=True)] == [(0, b"2\n2\n")] * 2
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
