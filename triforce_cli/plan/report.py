@@ -186,7 +186,7 @@ def _speed_table(plan: Plan) -> Table:
         rows.append([str(tiers), *times, lengths, f"{one.tokens_per_round:.1f}"])
         if batch:
             rows[-1].append(f"{one.tokens_per_second:,.1f}")
-    titles = ("tiers", "TBT, modelled", "verification", "retrieval", "draft", "drafted", "tokens/round")
+    titles = ("tiers", "TBT", "verification", "retrieval", "draft", "drafted", "tokens/round")
     return make_table((*titles, "tokens/s") if batch else titles, rows)
 
 
