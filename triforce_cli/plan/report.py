@@ -181,12 +181,12 @@ def _speed_table(plan: Plan) -> Table:
         if one is None:
             rows.append([str(tiers), "does not fit", *[""] * (6 if batch else 5)])
             continue
-        lengths = {1: "-", 2: str(one.block_length), 3: f"{one.block_length}, {one.draft_length}"}[tiers]
+        lengths = {1: "-", 2: str(one.block_length), 3: f"{one.block_length},{one.draft_length}"}[tiers]
         times = map(_ms, (one.tbt_s, one.verify_s, one.retrieval_s, one.draft_s))
         rows.append([str(tiers), *times, lengths, f"{one.tokens_per_round:.1f}"])
         if batch:
             rows[-1].append(f"{one.tokens_per_second:,.1f}")
-    titles = ("tiers", "TBT", "verification", "retrieval", "draft", "drafted", "tokens/round")
+    titles = ("tiers", "TBT", "verification", "retrieval", "draft", "γ2,γ1", "tokens/round")
     return make_table((*titles, "tokens/s") if batch else titles, rows)
 
 
