@@ -39,7 +39,7 @@ A section's name has these further parts:
 * `8k`, `32k`, `128k`: the length of the prompt, or of the context, in thousands of tokens.
 * `amx`: an Intel Xeon with AMX. `zen4`, `zen5`: an AMD EPYC of this generation. Without such a part: an AMD EPYC whose
   generation was not noted.
-* `a`, `b`, `c`: prompts from three places of the novel *Emma*. Some names lack it; the commands name the file.
+* `a`, `b`, `c`: prompts from three places of the novel *Emma*. Some names lack this; the commands name the file.
 * `greedy`: greedy decoding. `bfloat16`, `float32`: the number format. `embedded`: the model.
 
 The sections use these terms:

@@ -156,8 +156,8 @@ def test_text_of_random_settings_is_that_of_transformers(models, tmp_path, famil
 
 
 def test_either_choice_of_experts_is_right_where_rounding_decides(models, tmp_path):
-    """Of a token of this turn, the logits of two experts differ by 1e-5, and by up to 8e-5 from one way to compute them
-    to another. The choice decides about the third token that is written."""
+    """Of a token of this turn, the logits of two experts differ by 1e-5. On an AMD EPYC (Zen 5), they differed by 8e-5
+    between a kept cache and a new prefill, and the choice decided about the third token that is written."""
     case = Case.random(HYBRIDS, 860259491)
     case.check(models, case.texts(models, tmp_path))
 
@@ -181,13 +181,13 @@ def test_the_oracle_exchanges_experts_only_where_rounding_decides(tmp_path):
         first_unused = (gate.weight @ seen[0][row]).argsort(descending=True)[gate.top_k]
         gate.weight[first_unused] += seen[0][row] * (gaps[0][row] - 1e-5) / seen[0][row].square().sum()
 
-    found, before = 0, gate.weight.clone()
-    for row in range(40):
-        plain, other = written(), written((0, row))
-        if gaps[0][row] < 0.01 or other == plain:
+    found, before, own = 0, gate.weight.clone(), written()
+    assert greedy_oracle(model, prompt, 6, own) == own
+    for row in (gaps[0] > 0.01).nonzero()[:, 0].tolist():
+        other = written((0, row))
+        if other == own:
             continue
-        assert greedy_oracle(model, prompt, 6, plain) == plain
-        assert greedy_oracle(model, prompt, 6, other) == plain, "these experts' logits are far apart"
+        assert greedy_oracle(model, prompt, 6, other) == own, "these experts' logits are far apart"
         bring_together(row)
         plain, other = written(), written((0, row))
         if other != plain:

@@ -64,7 +64,7 @@ ARCHITECTURES = {
 }
 ASSEMBLED_FROM = {86: 80, 89: 80}
 """Architectures for which Triton's PTX is that of another one, except for its first lines, so that only assembling is
-left. What the table is made of is compared with the PTX that Triton makes, for the variants of `few_of`."""
+left. For the variants of `few_of`, the programs are compared with those that Triton makes."""
 
 REGISTERS = 65536
 """Of a multiprocessor; warps take 256 at a time."""
@@ -358,6 +358,7 @@ def tabulate(variants: list[tuple[str, Variant]], capabilities: list[int], *, so
     Args: `some`: few variants, each for one architecture (see `few_of`); else all for all.
     """
     few = few_of(variants, capabilities)
+    compared_places = {place for place, _ in few}
     chosen = few if some else {*itertools.product(range(len(variants)), capabilities)}
     rows: dict[tuple[str, str], dict[int, list[tuple[Usage, float]]]] = {}
     for place, (name, variant) in enumerate(variants):
@@ -367,7 +368,7 @@ def tabulate(variants: list[tuple[str, Variant]], capabilities: list[int], *, so
         sizes = [size for key, size in variant.constants.items() if key.startswith("TILE_")]
         tile = " x ".join(map(str, sizes or [variant.constants.get("ROWS", 1), variant.constants["OUTPUTS"]]))
         row = rows.setdefault((name, tile), {capability: [] for capability in capabilities})
-        compared = [capability for capability in wanted if (place, capability) in few]
+        compared = wanted if place in compared_places else []
         for capability, program in programs(name, variant, wanted, compared=compared).items():
             usage = program.usage
             row[capability].append((usage, usage.occupancy(capability, variant.num_warps)))

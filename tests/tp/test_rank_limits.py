@@ -5,7 +5,6 @@ import json
 import os
 import resource
 import shlex
-import socket
 import subprocess
 import sys
 import threading
@@ -17,6 +16,7 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
+from forks import meeting
 from hooked_disk import HookedDisk
 from spmd import ENVIRONMENT, run_forks
 from tiny import random_tokens, save_llama
@@ -26,7 +26,7 @@ from triforce.tp.errors import HangError, PeerError, TriforceError
 from triforce.tp.parallel import launch
 from triforce.tp.parallel.device_watch import DeviceWatch
 from triforce.tp.parallel.place import Place
-from triforce.tp.parallel.ranks import CONNECTIONS_THREAD, Ranks
+from triforce.tp.parallel.ranks import Ranks, thread_ids
 
 LIMIT_S = 4.0
 """Seconds: ranks that do not hang must not differ by as much, however busy the machine is."""
@@ -333,32 +333,38 @@ def test_the_launcher_tells_who_waited_and_not_who_was_lost():
 def test_a_rank_that_the_launcher_had_to_kill_is_not_named_as_the_one_that_failed(fails):
     killed, failed = launch.Failure(0, -9, "", at=131), launch.Failure(1, **fails, at=100)
     with pytest.raises(TriforceError, match="rank 1"):
-        launch._outcome([killed, failed])
+        launch._outcome(launch._of_ranks([killed, failed]))
 
 
 @pytest.mark.parametrize("fits", [True, False])
 def test_connections_do_not_take_cores_from_threads_that_run_where_these_have_one_each(fits):
+    cores = len(os.sched_getaffinity(0))
+    if cores < 2 or os.sched_getscheduler(0) != os.SCHED_OTHER:
+        pytest.skip("there is one core, or another policy than usual")
+
     def policies() -> None:
-        torch.set_num_threads(1 if fits else len(os.sched_getaffinity(0)))
+        before = thread_ids()
+        torch.set_num_threads(1 if fits else cores)
         Ranks.join(Place(int(os.environ["RANK"]), 2, int(os.environ["RANK"]), 2), torch.device("cpu")).least([0])
-        names = {int(one.name): (one / "comm").read_text().strip() for one in Path("/proc/self/task").iterdir()}
-        found = {os.sched_getscheduler(thread) for thread, name in names.items() if name == CONNECTIONS_THREAD}
-        os.write(1, (json.dumps([*found]) + "\n").encode())
+        found = {}
+        for thread in thread_ids() - before:
+            with contextlib.suppress(OSError):
+                name = Path(f"/proc/self/task/{thread}/comm").read_text().strip()
+                found[name] = os.sched_getscheduler(thread)
+        os.write(1, (json.dumps([policy for name, policy in found.items() if name[:3] != "pt_"]) + "\n").encode())
 
-    wanted = [os.SCHED_BATCH if fits and len(os.sched_getaffinity(0)) > 1 else os.SCHED_OTHER]
-    assert [json.loads(line) for line in run_forks(policies, 2).splitlines()] == [wanted] * 2
+    found = [set(json.loads(line)) for line in run_forks(policies, 2).splitlines()]
+    assert found == [{os.SCHED_BATCH if fits else os.SCHED_OTHER}] * 2
 
 
-@pytest.mark.parametrize("wrapped", [False, True])
-@pytest.mark.slow
-def test_late_ranks_are_waited_for_whoever_has_started_them(tmp_path, wrapped):
-    """Each rank's parent may be a shell of its own. Rank 0 comes late, and then rank 1, which ends first."""
-    script = tmp_path / "late.py"
+def late_ranks(folder: Path, shared: dict[str, str], *, wrapped: bool) -> list[subprocess.Popen[bytes]]:
+    """Two ranks of a group, each of which comes late once; rank 1 ends first."""
+    script = folder / "late.py"
     script.write_text(
         """
 import os, time, torch
 from triforce.tp.parallel.place import Place
-from triforce.tp.parallel.ranks import CONNECTIONS_THREAD, Ranks
+from triforce.tp.parallel.ranks import Ranks
 place = Place.from_environment()
 ranks = Ranks.join(place, torch.device("cpu"))
 for late in (0, 1):
@@ -368,21 +374,30 @@ time.sleep(place.rank == 0)
 os._exit(0)
 """
     )
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    group = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     command = [sys.executable, str(script)]
     if wrapped:
         command = ["sh", "-c", f"{shlex.join(command)}; exit $?"]
-    started = [
+    own = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    return [
         subprocess.Popen(
             command,
             stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            env=os.environ | ENVIRONMENT | group | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stderr=subprocess.PIPE,
+            env={**os.environ, **ENVIRONMENT, **shared, **own, "RANK": str(rank), "LOCAL_RANK": str(rank)},
         )
         for rank in range(2)
     ]
-    printed = [process.communicate(timeout=60)[0] for process in started]
-    assert [(process.returncode, text) for process, text in zip(started, printed, strict=True)] == [(0, b"2\n2\n")] * 2
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+@pytest.mark.slow
+def test_late_ranks_are_waited_for_whoever_has_started_them(tmp_path, wrapped):
+    """Each rank's parent may be a shell of its own."""
+    _store, shared = meeting(2)
+    started = late_ranks(tmp_path, shared, wrapped=wrapped)
+    try:
+        ended = [(process, *process.communicate(timeout=60)) for process in started]
+    finally:
+        for process in started:
+            process.kill()
+    assert [(process.returncode, out) for process, out, _ in ended] == [(0, b"2\n2\n")] * 2, ended

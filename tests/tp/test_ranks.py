@@ -273,7 +273,7 @@ if os.environ.get("RANK") == "1":
     assert (code, err.count("error:")) == (1, 1), err
     assert "error: rank 1 was killed by SIGKILL" in err
     assert "TBT" in err, "rank 0 should still say what it measured"
-    assert seconds < 10
+    assert seconds < 13  # the connections close after 15
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])

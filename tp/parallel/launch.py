@@ -40,8 +40,8 @@ _FOLLOW_UPS = (PeerError.exit_code, -signal.SIGTERM, 128 + signal.SIGTERM)
 
 
 _ENDING_S = 10
-"""A rank that was killed so many seconds after the first failure or later was killed by the launcher, which waits 30
-seconds for ranks to end by themselves."""
+"""A rank that was killed so many seconds after the first failure, or later, was killed by the launcher. After a
+failure, the launcher waits 30 seconds for the others to end."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Failure:
     message: str
     """The error message; may be empty."""
     at: int
-    """When it failed, in seconds."""
+    """When the rank recorded its error, or else when the launcher noticed its end; in seconds since 1970."""
 
 
 def launch(command: Sequence[str], ranks: int, ready: Callable[[], None]) -> int:
@@ -105,6 +105,7 @@ def launch(command: Sequence[str], ranks: int, ready: Callable[[], None]) -> int
             Failure(rank, failure.exitcode, _recorded(failure), failure.timestamp)
             for rank, failure in error.failures.items()
         ]
+        failures = _of_ranks(failures)
         code = rank_0.stopped_by_signal(failures)
         return _outcome(failures) if code is None else code
     except SignalException as stopped:
@@ -183,13 +184,17 @@ def _recorded(failure: object) -> str:
     return text.removeprefix(f"{_Plain.__name__}: ")
 
 
+def _of_ranks(failures: list[Failure]) -> list[Failure]:
+    """The failures without those of ranks that the launcher killed because they did not end after the first one."""
+    began = min(f.at for f in failures)
+    return [f for f in failures if f.exit_code != -signal.SIGKILL or f.at < began + _ENDING_S]
+
+
 def _outcome(failures: list[Failure]) -> int:
     """The exit code of a run with these failures, if rank 0 has printed the error; otherwise raises the error of the
     first failure."""
     hung = HangError.exit_code
-    began = min(f.at for f in failures)
     own = [f for f in failures if f.exit_code not in _FOLLOW_UPS]
-    own = [f for f in own if f.exit_code != -signal.SIGKILL or f.at <= began + _ENDING_S]
     own.sort(key=lambda f: (f.exit_code == hung, f.rank))  # others may hang because they wait for a rank that failed
     first = own[0] if own else min(failures, key=lambda f: (f.at, f.rank))
     if own and first.rank == 0 and first.exit_code > 0 and first.exit_code != hung:
@@ -233,7 +238,7 @@ class _Plain(Exception):
 
 class Guard:
     """A thread that ends this process by force if it would outlive its run. This is needed because Python's signal
-    handlers may not run during a blocked collective.
+    handlers do not always run during a collective.
 
     The first SIGTERM, SIGINT or SIGHUP is left to its handler. If another signal comes before the first is handled, so
     that its handler still runs, the process is ended `RANK_0_GRACE_S` seconds after the second signal. When the parent

@@ -207,7 +207,7 @@ _TIERS = (
     Column("", _range, left=True),
     Column("speed-up", lambda row: f"{row['speedup']:.2f}" if row["speedup"] and row["tiers"] > 1 else "-"),
     Column("accepted", _accepted),
-    Column("tokens a round", lambda row: f"{row['acceptance']['tokens_per_round']:.1f}" if row["tiers"] > 1 else "-"),
+    Column("a round", lambda row: f"{row['acceptance']['tokens_per_round']:.1f}" if row["tiers"] > 1 else "-"),
     Column("floor", lambda row: f"{row['at']['floor']['ms']:.1f}" if row["first"] and row["at"]["floor"] else ""),
     Column("prefill", _prefill),
 )
