@@ -18,7 +18,7 @@ import itertools
 import random
 import re
 import sys
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -311,13 +311,10 @@ def unusual_variants() -> Iterator[tuple[str, Variant]]:
             yield name, variant
 
 
-def programs(
-    name: str, variant: Variant, capabilities: list[int], *, compared: Collection[int] = ()
-) -> dict[int, Program]:
+def programs(name: str, variant: Variant, capabilities: list[int], *, compares: bool = False) -> dict[int, Program]:
     """The program for each architecture. The process ends if one takes too much.
 
-    Args: `compared` are architectures for which Triton makes the program even if it can be assembled from that of
-        another one, and both are compared.
+    Args: `compares`: whether Triton also makes those that are assembled from others, and they are compared.
     """
     found: dict[int, Program] = {}
     for capability in capabilities:
@@ -327,7 +324,7 @@ def programs(
         )
         if program.usage.spilled or program.usage.shared > SHARED_MEMORY:
             sys.exit(f"{name} {variant.constants} on sm_{capability}: {program.usage}")
-        if like and capability in compared and compile_variant(variant, capability) != program:
+        if like and compares and compile_variant(variant, capability) != program:
             sys.exit(f"{name} {variant.constants}: the program for sm_{capability} differs from what Triton makes")
     return found
 
@@ -358,7 +355,7 @@ def tabulate(variants: list[tuple[str, Variant]], capabilities: list[int], *, so
     Args: `some`: few variants, each for one architecture (see `few_of`); else all for all.
     """
     few = few_of(variants, capabilities)
-    compared_places = {place for place, _ in few}
+    compared = {place for place, _ in few}
     chosen = few if some else {*itertools.product(range(len(variants)), capabilities)}
     rows: dict[tuple[str, str], dict[int, list[tuple[Usage, float]]]] = {}
     for place, (name, variant) in enumerate(variants):
@@ -368,8 +365,7 @@ def tabulate(variants: list[tuple[str, Variant]], capabilities: list[int], *, so
         sizes = [size for key, size in variant.constants.items() if key.startswith("TILE_")]
         tile = " x ".join(map(str, sizes or [variant.constants.get("ROWS", 1), variant.constants["OUTPUTS"]]))
         row = rows.setdefault((name, tile), {capability: [] for capability in capabilities})
-        compared = wanted if place in compared_places else []
-        for capability, program in programs(name, variant, wanted, compared=compared).items():
+        for capability, program in programs(name, variant, wanted, compares=place in compared).items():
             usage = program.usage
             row[capability].append((usage, usage.occupancy(capability, variant.num_warps)))
     print("| kernel | tile |", " | ".join(f"sm_{capability}" for capability in capabilities), "|")

@@ -272,7 +272,8 @@ class Ranks:
                 if _STEP_IS_OVER not in str(error):
                     raise
             if work.is_completed():
-                continue
+                work.wait()  # raises its error, if it failed
+                return
             if time.monotonic() >= gives_up_at:
                 raise PeerError(f"rank {self.rank} lost the other ranks: one of them has ended (rank {ended})")
             if ended is None:
