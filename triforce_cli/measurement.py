@@ -101,7 +101,7 @@ def subject_of(options: MeasuringOptions, call: Call) -> Iterator[Subject]:
 
     source = read_source(options.prompt_file, options.prompt, print_note, options.context)
     directories = find_pair(options.model, options.wanted_draft, print_note)
-    with call.signals.delayed(release=False):  # importing PyTorch may swallow what a signal raises
+    with call.with_pytorch():
         from .session.open import open_pair
 
         yield Subject(source, *directories, *open_pair(directories, None, options.settings.rope_scaling))

@@ -10,7 +10,7 @@ import typer
 from ..tp.parallel.launch import Guard, launch
 from ..tp.parallel.place import Place
 from ..tp.weights.registry import find_pair
-from .call import Call
+from .call import Call, long_imports
 from .options import EngineOptions
 from .terminal.stopping import REPEAT_S
 from .terminal.streams import print_note
@@ -33,7 +33,7 @@ def starts_or_follows(options: EngineOptions, call: Call, *, goes_on: bool = Fal
     place = Place.from_environment()
     if place is None and options.gpus > 1:
         target, _ = find_pair(options.model, options.wanted_draft, print_note)  # one download for all ranks
-        with call.signals.delayed():  # importing PyTorch may swallow what a signal raises
+        with call.with_pytorch(release=True):
             from ..tp.model.config import ModelConfig
             from ..tp.parallel.split import check_split
 
@@ -46,7 +46,8 @@ def starts_or_follows(options: EngineOptions, call: Call, *, goes_on: bool = Fal
         Guard(math.inf if place.rank else REPEAT_S, dealt_with=lambda: signals.taken, follows=follows)
     if place and place.rank:
         call.signals.leave_to_rank_0()
-        from .session.open import follow_rank_0
+        with long_imports():
+            from .session.open import follow_rank_0
 
         follow_rank_0(options, goes_on=goes_on, reserves=reserves)
         return True

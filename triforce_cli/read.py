@@ -107,7 +107,7 @@ def read(options: ReadOptions, call: Call) -> None:
     with JsonFile.prepare(options.json) as json_file:
         text = "".join(read_file(path, "FILE", print_note).text for path in options.files)
         directory, _ = find_pair(options.model, "none", print_note)
-        with call.signals.delayed(release=False):  # importing PyTorch may swallow what a signal raises
+        with call.with_pytorch():
             _read(options, name, text, directory, json_file, call.signals)
 
 

@@ -48,7 +48,7 @@ def batch(options: BatchOptions, call: Call) -> None:
     assert requests  # rank 0 has read it
     with JsonFile.prepare(options.json) as json_file:
         directories = find_pair(options.model, options.wanted_draft, print_note) if requests.wanted else None
-        with call.signals.delayed(release=False):  # importing PyTorch may swallow what a signal raises
+        with call.with_pytorch():
             from .run import run
 
             run(options, requests, directories, json_file, call.signals)

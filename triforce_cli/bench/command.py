@@ -147,7 +147,7 @@ def bench(options: BenchOptions, call: Call) -> None:
             with subject_of(options, call) as subject:
                 _measure_runs(options, subject, json_file, plot_file, call)
         else:
-            with call.signals.delayed(release=False):  # importing PyTorch may swallow what a signal raises
+            with call.with_pytorch():
                 _measure_shape(options, options.shape, json_file, plot_file, call)
 
 

@@ -44,7 +44,7 @@ def chat(options: ChatOptions, call: Call) -> None:
     with JsonFile.prepare(options.json) as json_file:
         text = read_file(options.prompt_file, "--prompt-file", print_note) if options.prompt_file else None
         directories = find_pair(options.model, options.wanted_draft, print_note)
-        with call.signals.delayed(release=False):  # importing PyTorch may swallow what a signal raises
+        with call.with_pytorch():
             from .run import run
 
             run(options, text, directories, json_file, call.signals)

@@ -66,7 +66,7 @@ def generate(options: GenerateOptions, call: Call) -> None:
         source = read_source(options.prompt_file, options.prompt, print_note, options.context, options.sampling.seed)
         # What may be a download of gigabytes comes after all that can be checked without it.
         directories = find_pair(options.model, options.wanted_draft, print_note)
-        with call.signals.delayed(release=False):  # importing PyTorch may swallow what a signal raises
+        with call.with_pytorch():
             from .run import run
 
             about_log = source.log_seed is not None and answers == [WantedAnswer(None, 0, 1)]

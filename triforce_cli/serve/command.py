@@ -57,7 +57,7 @@ def serve(options: ServeOptions, call: Call) -> None:
     access = Access.of(options)
     with listener(options) as listening:
         directories = find_pair(options.model, options.wanted_draft, print_note)
-        with call.signals.delayed(release=False):  # importing PyTorch may swallow what a signal raises
+        with call.with_pytorch():
             from .run import run
 
             run(options, access, listening, directories, call.signals)
