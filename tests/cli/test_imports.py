@@ -1,6 +1,9 @@
-"""No module of the command line imports itself through others, not even for type checking."""
+"""Imports of the command line: no module imports itself through others, not even for type checking; and nobody looks
+for garbage while PyTorch is imported."""
 
 import ast
+import subprocess
+import sys
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -32,3 +35,25 @@ def test_no_module_imports_itself_through_others():
     except CycleError as error:
         pytest.fail(" -> ".join(".".join(module) for module in error.args[1]))
     assert order.index(("call",)) < order.index(("commands",))
+
+
+IMPORTS_PYTORCH = """
+import gc, sys
+from triforce.cli.call import Call
+from triforce.cli.terminal.stopping import Signals
+
+looked = []
+gc.callbacks.append(lambda *_: looked.append("torch" in sys.modules))
+gc.collect()
+with Call([], Signals()).with_pytorch():
+    print(looked.count(True), looked.count(False) > 0, "torch" in sys.modules, gc.isenabled())
+before = gc.get_freeze_count()
+with Call([], Signals()).with_pytorch():
+    print(gc.get_freeze_count() == before > 10_000)
+"""
+
+
+def test_nobody_looks_for_garbage_while_pytorch_is_imported():
+    """And what it leaves is looked through neither later nor at the exit. An import that was before is left alone."""
+    done = subprocess.run([sys.executable, "-P", "-c", IMPORTS_PYTORCH], capture_output=True, text=True, timeout=60)
+    assert done.stdout.splitlines() == ["0 True True True", "True"], done.stderr

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
 import io
 import itertools
 import random
@@ -390,6 +391,7 @@ def main() -> None:
     parser.add_argument("--head-dims", type=int, nargs="+", default=[64, 128])
     parser.add_argument("--groups", type=int, nargs="+", default=[1, 4, 8])
     options = parser.parse_args()
+    gc.freeze()  # what was imported stays: no collection looks through it
     if options.unusual:
         for name, variant in unusual_variants():
             if name.startswith(tuple(options.only)):

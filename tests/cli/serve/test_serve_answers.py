@@ -2,9 +2,11 @@
 
 import json
 import shutil
+import time
 
 import pytest
 from command import TEXT, run_here, undocumented
+from served import embedding_calls
 from templates import TEMPLATE, with_template
 
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
@@ -387,16 +389,17 @@ def test_too_little_memory_is_said_with_its_reason(serving, pair, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_comment_keeps_a_silent_stream_alive(serving, lasting):
-    with serving(lasting, max_sequences=1) as server:
-        first = server.connect("POST", COMPLETION, {"prompt": "It was", "max_tokens": 60_000})
-        server.wait_for(lambda: server.metric("running_answers") == 1)
-        waiting = server.connect("POST", COMPLETION, {"prompt": "It", "max_tokens": 3, "stream": True})
-        response = waiting.getresponse()
-        assert response.readline() == b": keep-alive\n"
-        first.close()
-        assert response.read().endswith(b"data: [DONE]\n\n")
-        waiting.close()
+def test_a_comment_keeps_a_silent_stream_alive(process, lasting):
+    slow = embedding_calls(lambda _: time.sleep(0.05))  # an answer that lasts, and takes no processor time for that
+    server = process("--max-sequences", 1, models=lasting, before=slow)
+    first = server.connect("POST", COMPLETION, {"prompt": "It was", "max_tokens": 60_000})
+    server.wait_for(lambda: server.metric("running_answers") == 1)
+    waiting = server.connect("POST", COMPLETION, {"prompt": "It", "max_tokens": 3, "stream": True})
+    response = waiting.getresponse()
+    assert response.readline() == b": keep-alive\n"
+    first.close()
+    assert response.read().endswith(b"data: [DONE]\n\n")
+    waiting.close()
 
 
 @pytest.mark.slow
