@@ -18,7 +18,7 @@ from ..tp import gpu_links
 from ..tp.gpu_links import GpuPair, PcieLink
 from ..tp.units import gib
 from ..tp.weights.registry import EMBEDDED, find_pair
-from .call import Call
+from .call import Call, import_pytorch
 from .options import ReportOptions
 from .terminal.output import JsonFile
 
@@ -100,6 +100,7 @@ def examine() -> Findings:
     found.broken += [f"{name} is not installed: pip install {name}" for name in _NEEDED if not found.versions[name]]
     found.cpu = _cpu()
     try:
+        import_pytorch()
         import torch
     except Exception as error:  # a broken installation fails in many ways
         found.broken.append(f"torch does not import ({error}): pip install --force-reinstall torch")

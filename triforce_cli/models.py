@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from ..tp.errors import ModelError
 from ..tp.units import gib
 from ..tp.weights.registry import PRESETS, Preset, published_cache
-from .call import Call
+from .call import Call, import_pytorch
 from .options import ReportOptions
 from .terminal.output import JsonFile
 from .terminal.tables import make_table, print_lines
@@ -91,6 +91,7 @@ def _downloaded(row: ModelRow) -> str:
 
 def describe(preset: Preset) -> ModelRow:
     """The memory that `preset` needs, planned from its shape, and which of its models are on this machine."""
+    import_pytorch()
     from ..offload.planning.memory import plan_here
     from ..offload.planning.request import RunRequest
     from ..offload.planning.run_plan import largest_context

@@ -10,7 +10,7 @@ import typer
 from ..tp.parallel.launch import Guard, launch
 from ..tp.parallel.place import Place
 from ..tp.weights.registry import find_pair
-from .call import Call, long_imports
+from .call import Call, import_pytorch
 from .options import EngineOptions
 from .terminal.stopping import REPEAT_S
 from .terminal.streams import print_note
@@ -46,8 +46,8 @@ def starts_or_follows(options: EngineOptions, call: Call, *, goes_on: bool = Fal
         Guard(math.inf if place.rank else REPEAT_S, dealt_with=lambda: signals.taken, follows=follows)
     if place and place.rank:
         call.signals.leave_to_rank_0()
-        with long_imports():
-            from .session.open import follow_rank_0
+        import_pytorch()
+        from .session.open import follow_rank_0
 
         follow_rank_0(options, goes_on=goes_on, reserves=reserves)
         return True

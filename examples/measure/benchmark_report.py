@@ -122,7 +122,7 @@ def bench_section(document: dict[str, Any], path: Path) -> str:
         f"{capitalised(bench_report.conditions(document))}.",
         "",
         "| context | tiers | TBT, ms | tokens/s | speed-up | accepted (small model's drafts) "
-        f"| accepted (retrieval cache's drafts) | tokens a round | floor, ms ({derived}) | prefill, s |",
+        f"| accepted (retrieval cache's drafts) | tokens/round | floor, ms ({derived}) | prefill, s |",
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for at in document["contexts"]:

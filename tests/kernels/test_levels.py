@@ -1,5 +1,5 @@
 """Levels of the compiled kernels: which one this processor has; and the kernels keep their word on every lower one, and
-where none were built. So does the plan of a round's memory, which depends on the level."""
+where none were built."""
 
 import os
 import shutil
@@ -12,7 +12,6 @@ from triforce.kernels import Level, arithmetic, cpu_level, instructions
 
 ROOT = Path(__file__).parents[2]
 CONTRACTS = [str(Path(__file__).with_name(f"test_{name}.py")) for name in ("attention", "chunks", "layers", "packing")]
-MEMORY_OF_ROUNDS = str(ROOT / "tests/offload/test_quantised_steps.py")
 
 
 def test_the_level_is_what_the_system_says_of_the_processor():
@@ -46,7 +45,7 @@ def run_pytest(*arguments: str, **environment: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("level", [level for level in Level if level < cpu_level()], ids=lambda level: level.name)
 def test_kernels_keep_their_word_on_every_lower_level(level):
-    run_pytest(*CONTRACTS, MEMORY_OF_ROUNDS, TRIFORCE_CPU_LEVEL=level.name.lower())
+    run_pytest(*CONTRACTS, TRIFORCE_CPU_LEVEL=level.name.lower())
 
 
 def test_each_level_has_a_number_of_its_own():

@@ -1,6 +1,9 @@
-"""What rounds with weights in few bits take on a CPU is planned; where products make numbers as they go, nothing is
-planned for these. `tests/kernels/test_levels.py` runs it on each level of the compiled kernels."""
+"""What rounds with weights in few bits take on a CPU is planned, at each level of the compiled kernels; where products
+make numbers as they go, nothing is planned for these."""
 
+import os
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -52,3 +55,16 @@ def test_rounds_take_no_more_than_is_planned(dtype):
     in_products = dtype == torch.bfloat16 and cpu_level() >= Level.AVX512_BF16
     expanding = make_plan(replace(plan.request, makes_numbers=False), plan.placement)
     assert (plan.step < expanding.step) == plan.request.makes_numbers == in_products
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("level", [level for level in Level if level < cpu_level()], ids=lambda level: level.name)
+def test_so_it_is_on_every_lower_level(level):
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-n", "0", __file__],
+        env=os.environ | {"TRIFORCE_CPU_LEVEL": level.name.lower()},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stdout[-5000:]

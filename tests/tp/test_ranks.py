@@ -26,6 +26,12 @@ SHAPES = {
 """With 4 ranks: heads to each, two ranks to a key/value head, one key/value head for all; MLP and vocabulary ragged."""
 
 
+def to_run_first(folder, code):
+    """The `PYTHONPATH` with which each interpreter runs `code` first, which `folder` takes."""
+    (folder / "sitecustomize.py").write_text(code)
+    return os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
+
+
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
     """Directories of random models by name, "draft" among them, and greedy tokens according to transformers."""
@@ -126,8 +132,7 @@ def test_heads_that_do_not_divide_are_refused_with_the_counts_that_work(pair):
 
 @pytest.mark.slow
 def test_heads_are_checked_before_any_rank_is_started(pair, tmp_path):
-    (tmp_path / "sitecustomize.py").write_text("import os\nif 'RANK' in os.environ:\n    print('a rank')\n")
-    path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    path = to_run_first(tmp_path, "import os\nif 'RANK' in os.environ:\n    print('a rank')\n")
     arguments = ("generate", "--model", pair[0], "--prompt", "A", "--device", "cpu", "--gpus", 16)
     check_refusal(run_fork(*arguments, PYTHONPATH=path), 2, "4 heads", "16 ranks")
 
@@ -147,8 +152,7 @@ class Interrupted(importlib.abc.MetaPathFinder):
                 pass
 sys.meta_path.insert(0, Interrupted())
 """
-    (tmp_path / "sitecustomize.py").write_text(swallowing)
-    path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    path = to_run_first(tmp_path, swallowing)
     arguments = ("generate", "--device", "cpu", "--gpus", 2, "--prompt", "A", "--max-new-tokens", 5)
     outcome = run_command(*arguments, PYTHONPATH=path)
     assert (outcome.code, outcome.out, outcome.err) == (130, "", "interrupted\n")
@@ -187,8 +191,7 @@ def test_port_that_is_taken_is_named_with_the_remedy(pair):
 def test_rank_that_ends_early_does_not_take_the_group_apart(pair, tmp_path):
     """Where the interpreter exits in order, Gloo's threads now and then abort it; here its exit always aborts."""
     abort = "import atexit, os\nif os.environ.get('RANK') == '0':\n    atexit.register(os.abort)\n"
-    (tmp_path / "sitecustomize.py").write_text(abort)
-    path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    path = to_run_first(tmp_path, abort)
     arguments = ("generate", "--model", pair[0], "--prompt", "A", "--device", "cpu", "--gpus", 2)
     with open("/dev/full", "wb") as full:
         done = subprocess.run(
@@ -265,8 +268,7 @@ def die(*_):
 if os.environ.get("RANK") == "1":
     signal.signal(signal.SIGUSR1, die)
 """
-    (tmp_path / "sitecustomize.py").write_text(dying)
-    path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    path = to_run_first(tmp_path, dying)
     running = Running(PYTHONPATH=path)
     running.ranks[1].send_signal(signal.SIGUSR1)
     code, _, err, seconds = running.end()
@@ -340,8 +342,7 @@ module.empty = starving
 @pytest.mark.slow
 def test_rank_that_fails_ends_the_run_with_its_error(fault, tmp_path):
     indented = "".join(f"    {line}\n" for line in FAULTS[fault].splitlines())
-    (tmp_path / "sitecustomize.py").write_text(f"import os\nif os.environ.get('RANK') == '1':\n    pass\n{indented}")
-    path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    path = to_run_first(tmp_path, f"import os\nif os.environ.get('RANK') == '1':\n    pass\n{indented}")
     began = time.monotonic()
     outcome = run_command(*LONG_RUN, PYTHONPATH=path)
     assert (outcome.code, outcome.err.count("error:")) == (1, 1), outcome.err
@@ -354,8 +355,7 @@ def test_rank_that_fails_ends_the_run_with_its_error(fault, tmp_path):
 def test_request_refused_by_another_rank_first_is_still_a_usage_error(tmp_path):
     """All ranks check the request, and rank 0 may not have come to it when another has refused it."""
     delay = "import os, time\nif os.environ.get('RANK') == '0':\n    time.sleep(15)\n"
-    (tmp_path / "sitecustomize.py").write_text(delay)
-    path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    path = to_run_first(tmp_path, delay)
     outcome = run_command(*LONG_RUN, "--refresh", "bogus", PYTHONPATH=path)
     check_refusal(outcome, 2, "refresh is 'bogus'")
 

@@ -207,7 +207,7 @@ _TIERS = (
     Column("", _range, left=True),
     Column("speed-up", lambda row: f"{row['speedup']:.2f}" if row["speedup"] and row["tiers"] > 1 else "-"),
     Column("accepted", _accepted),
-    Column("a round", lambda row: f"{row['acceptance']['tokens_per_round']:.1f}" if row["tiers"] > 1 else "-"),
+    Column("tokens/round", lambda row: f"{row['acceptance']['tokens_per_round']:.1f}" if row["tiers"] > 1 else "-"),
     Column("floor", lambda row: f"{row['at']['floor']['ms']:.1f}" if row["first"] and row["at"]["floor"] else ""),
     Column("prefill", _prefill),
 )
@@ -234,7 +234,7 @@ def notes(document: dict[str, Any]) -> list[str]:
     measured = bandwidths(document, 1)
     lines = [
         "TBT: decoding time ÷ the tokens after the first. accepted: accepted ÷ tested draft tokens, of the small model "
-        "and of the retrieval cache. tokens a round: tokens per pass over the full cache.",
+        "and of the retrieval cache. tokens/round: tokens per pass over the full cache.",
         f"floor, ms: derived, the bytes of one pass ÷ the bandwidth measured before the runs ({measured}). With "
         "speculation, TBT can be below it, as a pass yields several tokens.",
     ]

@@ -14,7 +14,7 @@ from ...offload.planning.cards import CARDS, DEFAULT_CARD, DISK_BANDWIDTH, Card
 from ...offload.settings import Settings
 from ...tp.errors import UsageError
 from ...tp.weights.registry import EMBEDDED, PRESETS, parse_draft, published_cache
-from ..call import Call
+from ..call import Call, import_pytorch
 from ..options import ASSUMED, HARDWARE, MACHINE, ModelOptions, option, some_settings
 from ..parameters import AUTO_OR_GIB, AUTO_OR_POSITIVE, AUTO_OR_TOKENS, CHANCES, FILE, MODEL, Kind, Numbers, whole
 from ..terminal.output import JsonFile
@@ -166,6 +166,7 @@ def plan(options: PlanOptions, call: Call) -> None:
     if shape is not None and shape not in PRESETS:
         raise UsageError(f"--shape is {shape!r}; it is one of the presets: {', '.join(PRESETS)}")
     with JsonFile.prepare(options.json) as json_file:
+        import_pytorch()
         from ...offload.planning.measured import Measured
         from .planning import Plan
         from .report import show

@@ -86,8 +86,8 @@ class FreeMemory:
                 `_KEPT_BYTES` of it are kept. After `reserve`, what was reserved is always kept, and hardly more.
         """
         # What refers to itself, as an error and the frames it came through may, holds a request's body until Python
-        # looks for it: by itself when a quarter as much is new as there is, which is all that was imported. Without
-        # that looking takes milliseconds.
+        # looks for it: by itself when a quarter as much is new as there is, which includes much of what was imported.
+        # Without that looking takes milliseconds.
         gc.collect()
         if freeze:
             gc.freeze()

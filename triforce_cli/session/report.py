@@ -166,7 +166,7 @@ def report_statistics(console: Console, stats: dict[str, Any]) -> None:
         if settings["tiers"] > 1:
             shares = {name: accepted[f"{name}_per_token"] for name in ("draft", "retrieval")}
             tested = ", ".join(f"{name} {share:.0%}" for name, share in shares.items() if share is not None)
-            per_round = f"{accepted['tokens_per_round']:.1f} tokens a round over {stats['rounds']:,} rounds"
+            per_round = f"{accepted['tokens_per_round']:.1f} tokens/round over {stats['rounds']:,} rounds"
             if stats["plain_rounds"] > stats["rounds"] / 2:
                 per_round += f", {stats['plain_rounds']:,} of them without a draft, as that was faster"
             rows["accepted"] = f"{tested} of tested tokens, {per_round}" if tested else per_round

@@ -100,7 +100,7 @@ def test_the_reserve_is_looked_at_before_each_segment(serving, lasting, home, mo
     free = lambda: 2**30 if written() else 19 * 2**30  # noqa: E731
     monkeypatch.setattr(shutil, "disk_usage", lambda place: Usage(20 * 2**30, 0, free()))
     with serving(lasting) as server:
-        reply = server.upload("book", PROMPT * 8)
+        reply = server.upload("book", PROMPT * 10)  # two segments, and the beginning of a third
         assert reply.status == 507 and "must stay free" in reply.json["error"]["message"]
         assert written(), "the first segment had room"
         assert not any((home / "contexts").glob("book/000016384-*"))

@@ -21,7 +21,6 @@ from types import ModuleType
 from typing import Any
 
 from ....tp.parallel.launch import Guard
-from ...call import long_imports
 from .protocol import Job, Measurement, System
 
 _WARM_UP_TOKENS = 16
@@ -36,9 +35,7 @@ def main(module_name: str, action: str, job_path: str, result_path: str) -> int:
         Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")
     answer: dict[str, Any]
     try:
-        with long_imports():
-            module = importlib.import_module(module_name)
-        job = Job.load(Path(job_path))
+        module, job = importlib.import_module(module_name), Job.load(Path(job_path))
         result = asdict(measure(module, job)) if action == "measure" else getattr(module, action)(job)
         answer = {"result": result}
     except BaseException as error:  # whatever a system raises is reported in its row
