@@ -94,8 +94,8 @@ def attend(
             CUDA graph can be replayed after the tensor was set to another position.
         window: with `diagonal`, row `i` sees only the last `window` of those keys: `j > diagonal + i - window`.
         scratch: buffers to reuse between calls.
-        mass: `[num_heads, r, m // chunk_size]`, written: the share of attention that each of the last `r` rows gives
-            to each chunk of `chunk_size` keys (see `chunk_mass`).
+        mass: `[num_heads, r, m // chunk_size]`, contiguous, in the dtype of `lse`, written: the share of attention that
+            each of the last `r` rows gives to each chunk of `chunk_size` keys (see `chunk_mass`).
         running: the result of `new_running`, to which earlier calls may have added the keys before these. It is
             updated. Results, and the shares in `mass`, are then over all keys so far.
         rounded: whether `out` has `q`'s dtype.
@@ -156,7 +156,12 @@ def attend(
 def accumulates(q: Tensor, block: Tensor) -> bool:
     """Whether calls of `attend` for one block after another should each continue from the call before (`running`).
 
-    True for a step. For more rows, true where the compiled kernels then give the same bits as one call for all blocks.
+    True for a step. For more rows, true if the compiled kernels compute them, which then give the same bits as one call
+    for all blocks.
+
+    Args:
+        q: `[num_heads, n, head_dim]`.
+        block: any block of the keys; only its dtype and its last stride matter.
     """
     plain_rows = has_plain_rows(q, block, block)
     return q.shape[1] <= STEP_ROWS or _backend_of(q, flash_mask=True, plain_rows=plain_rows) == "compiled"
@@ -164,9 +169,9 @@ def accumulates(q: Tensor, block: Tensor) -> bool:
 
 def takes_joined(q: Tensor, block_size: int) -> bool:
     """Whether one call of `attend` for several adjacent blocks gives the same bits as one call for each block
-    (`running`), and takes no more memory than planned.
+    (`running`), and takes no more memory than a run's plan counts for attention.
 
-    True for a step that kernels of this package compute, if blocks consist of whole splits.
+    True for a step that kernels of this package compute, if the block size is a multiple of `KEYS_PER_SPLIT`.
     """
     if q.shape[1] > STEP_ROWS or block_size % KEYS_PER_SPLIT:
         return False
@@ -176,8 +181,8 @@ def takes_joined(q: Tensor, block_size: int) -> bool:
 def takes_blocks(q: Tensor, blocks: Tensor) -> bool:
     """Whether `attend_blocks` and `attend_pieces` can be called with these tensors.
 
-    True on a CPU if the block size is a multiple of `TILE` and the compiled kernels compute `attend` for these rows, at
-    least with a window.
+    True on a CPU if the block size is a multiple of `TILE` and the compiled kernels compute `attend` for these rows, or
+    would with a window, which PyTorch's flash kernels do not support.
 
     Args:
         q: `[num_heads, n, head_dim]`.

@@ -33,10 +33,11 @@ def chunk_mass(
         q: `[num_heads, n, head_dim]`, rotated.
         k: `[num_kv_heads, m, head_dim]`, rotated.
         lse: `[num_heads, n]`, of each row over all keys that it attends to: `k`, or `k` and others.
-        mass: `[num_heads, n, m // chunk_size]`, written. `m` is a multiple of `chunk_size`.
+        mass: `[num_heads, n, m // chunk_size]`, contiguous, in the dtype of `lse`, written. `m` is a multiple of
+            `chunk_size`.
         scale, diagonal, window: as in `attend`; keys that a row does not see get no share.
 
-    Scores are computed in `k`'s dtype, which changes a share by about a percent in 16-bit formats.
+    PyTorch's operations round scores to `k`'s dtype, which changes a share by about a percent in 16-bit formats.
     """
     num_heads, n, head_dim = q.shape
     num_kv_heads, m, _ = k.shape
@@ -73,9 +74,9 @@ def chunk_mass(
 def chunk_scores(mass: Tensor) -> Tensor:
     """Computes how useful each chunk is expected to be for the next tokens.
 
-    If a chunk received less attention than the chunk before it, its score is the mass of that chunk. A head that
-    continues an earlier passage moves on by one token at each step, so it will next attend to the tokens behind its
-    present place.
+    If a chunk received less attention than the chunk before it, its score is the mass of the chunk before it.
+    A head that continues an earlier passage moves on by one token at each step, so it will next attend to the tokens
+    that follow its present place.
 
     Args:
         mass: `[num_kv_heads, num_chunks]`, the mean over recent rows.

@@ -128,9 +128,9 @@ class Engine:
             model: the name of a preset, a directory, or a model of the hub (`owner/name`). A model of the hub is
                 downloaded if it is not there.
             draft: a draft model, given like `model`. `None`: the draft of the preset, if `model` is a preset, else no
-                draft. `"none"`: two tiers. `"lookup"`: copies draft tokens from an earlier place in the text where the
-                same tokens came before. `"D,lookup"`: the draft `D` and lookup. `"mtp"`: the target's own
-                multi-token-prediction head.
+                draft. `"none"`: no draft, so two tiers. `"lookup"`: copies draft tokens from an earlier place in the
+                text where the same tokens came before. `"D,lookup"`: the draft `D` and lookup. `"mtp"`: the target's
+                own multi-token-prediction head.
             device: `auto` (CUDA if available), `cpu` or `cuda`.
             dtype: `auto` (the checkpoint's own), `float32`, `bfloat16` or `float16`.
             gpus: the number of ranks that share the model. More than 1 needs torchrun with as many processes. With 1
@@ -243,9 +243,9 @@ class Engine:
 
         Raises:
             ContextError: the requested context cannot be used.
-            UsageError: the prompt is empty or has a token outside the vocabulary; an impossible length; `tiers` is not
-                from 1 to that of the settings; `reuse` below 0; a name that no context can have; or the grammar cannot
-                be followed.
+            UsageError: the prompt is empty or has a token outside the vocabulary; `max_new_tokens` is below 1; `tiers`
+                is not from 1 to that of the settings; `reuse` is below 0; no context can have the requested name; the
+                grammar cannot be followed, or `ignore_eos` is set beside it.
             CapacityError: the model has too few positions, or there is too little memory.
         """
         request = Request(prompt_ids, sampling, max_new_tokens, ignore_eos, grammar=grammar)
@@ -392,14 +392,12 @@ class Engine:
             UsageError: see `stream`; or no context can have this name.
             CapacityError: see `stream`.
         """
-        if self.contexts is None:
-            raise ContextError("this engine was not loaded from files, so its model has no saved contexts")
+        contexts, ranks = self._contexts_of_files(), self.target.ranks
         prompt = checked_prompt(token_ids, self.target.config, 1)
-        ranks = self.target.ranks
-        if ranks.share(self.contexts.missing(name, prompt) if ranks.rank == 0 else 0, patiently=True):
+        if ranks.share(contexts.missing(name, prompt) if ranks.rank == 0 else 0, patiently=True):
             for _ in self.reading(prompt, name, on_prefill=on_prefill):
                 pass
-        return self.contexts.store.load(name)
+        return contexts.store.load(name)
 
     def reading(
         self,
@@ -420,9 +418,15 @@ class Engine:
         Raises:
             ContextError, UsageError, CapacityError: see `read`.
         """
+        self._contexts_of_files()
         save = ContextRequest(save=name, frame=frame, required=True)
         calls: dict[str, Any] = {"on_memory": on_memory, "on_prefill": on_prefill, "interrupted": interrupted}
         return self.stream(token_ids, Sampling(0.0), 1, tiers=1, contexts=save, **calls)
+
+    def _contexts_of_files(self) -> ModelContexts:
+        if self.contexts is None:
+            raise ContextError("this engine was not loaded from files, so its model has no saved contexts")
+        return self.contexts
 
     def held(self) -> Held:
         """The tensors on the compute device that last from one round to the next, each with its part of the plan; see
@@ -440,12 +444,14 @@ class Engine:
 
     def reserve_memory(self, beside: int = 0) -> int:
         """Takes the host memory of later caches from the system now, and keeps it as long as this process runs: what
-        `host_memory` leaves beside this process and the weights. Less if less is available: what a run takes besides,
-        and some for others, is left. RoPE's tables, which are a part of this memory, are computed now: for all
-        positions if they take at most `_TABLES` of it, otherwise for as many as caches have room for. They are not if
-        they depend on the length of the prompt. So caches and tables do not make this process grow later, and other
-        programs cannot take their memory meanwhile. Does nothing on a GPU, without `host_memory`, or if nothing is left
-        for caches. A collective call, before the first run, once per process.
+        `host_memory` leaves beside this process and the weights. If less memory is available, it takes less, and leaves
+        what a run takes beside its caches, what the caller will take, and a part for other programs.
+
+        RoPE's tables are a part of this memory. They are computed now, unless they depend on the length of the prompt:
+        for all positions if these tables take at most an eighth of what `host_memory` leaves, otherwise for as many
+        positions as caches have room for. So caches and tables do not make this process grow later, and other programs
+        cannot take their memory meanwhile. Does nothing on a GPU, without `host_memory`, or if nothing is left for
+        caches. A collective call, before the first run, once per process.
 
         Args: `beside` is the number of bytes that the caller will take on each rank besides.
 
@@ -488,6 +494,8 @@ class Engine:
 
         Raises:
             RuntimeError: this is rank 0.
+            CapacityError, UsageError: a run of one sequence that cannot be answered. After it, this can be called again
+                for the next run.
         """
         if self.target.ranks.rank == 0:
             raise RuntimeError("follow is for ranks above 0: rank 0 starts the runs")
@@ -532,8 +540,9 @@ class Engine:
 
     def drawn_alone(self, prompt_ids: Sequence[int], answer_ids: Sequence[int], sampling: Sampling) -> list[int]:
         """Draws a token for each position of an answer, by decoding token by token with the full cache. Each token has
-        its own pass, after the prompt and the answer up to that position. If the answer is an exact engine's, and
-        greedy or seeded, the result is the same answer. On several ranks, each rank must call it, with the same tokens.
+        its own pass, after the prompt and the answer up to that position. If an exact engine (see `Settings.exact`)
+        wrote the answer with this `sampling`, the result is `answer_ids`. On several ranks, each rank must call it,
+        with the same tokens.
 
         Raises:
             UsageError: `sampling` is not greedy and has no seed; else see `stream`.

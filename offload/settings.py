@@ -41,8 +41,9 @@ class Settings:
     resident: float | None = None
     """GiB of the KV cache kept on each device; `None`: planned."""
     exact: str = "auto"
-    """Whether passes that decide about the text are padded (`kernels.selection.padded_rows`). Then the tokens do not
-    depend on lengths and tiers in 16 bits either. `on`, `off`, or `auto`: on for GPUs."""
+    """Whether the target's passes over the full cache are padded (`kernels.selection.padded_rows`). Then the tokens do
+    not depend on draft lengths and tiers, not even in 16 bits; except with three or more ranks, or with a chunk size
+    that does not divide 256. `on`, `off`, or `auto`: on for GPUs."""
     lookup: bool = False
     """Whether tokens are drafted by lookup, beside the draft model or without a draft model."""
     link_gbps: float | None = None
@@ -55,8 +56,8 @@ class Settings:
     pack: str = "auto"
     """Whether keys and values in bfloat16 are packed, without loss: in saved contexts, and where they stream from host
     memory or a disk. `on`, `off` or `auto`. `auto` packs saved contexts if compiled kernels pack. On a GPU, it packs
-    blocks in host memory, and on a disk below it, if the GPU packs with Triton. On a CPU, it packs blocks on a disk if
-    compiled kernels pack. A block is never packed if its number of tokens is not a multiple of 64, as with unusual
+    blocks in host memory and on a disk if Triton kernels pack. On a CPU, it packs blocks on a disk if compiled kernels
+    pack. A block is never packed if its number of tokens is not a multiple of 64, as with unusual
     chunk sizes."""
 
     host_memory: float | None = None
@@ -130,8 +131,9 @@ class Settings:
 
 
 def refresh_mode(refresh: str | int) -> str | int:
-    """When chunks are chosen again: `auto`, `round` (after every round), `never`, or after a number of rounds. The
-    number may be given as text.
+    """Checks a value of `Settings.refresh`, and returns it: `round` (the chunks are chosen again after every round),
+    `never`, a number of rounds, which may be given as text, or `auto`: after every round while this takes hardly any
+    time, otherwise when acceptance drops, or some rounds later.
 
     Raises:
         UsageError: the value is another one, or a number below 1.

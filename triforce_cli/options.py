@@ -179,15 +179,15 @@ DTYPE = option(
     MACHINE,
     choice("auto", "float32", "bfloat16", "float16"),
     "Number format of weights and KV cache; auto is the checkpoint's. In float32, greedy text is the same for all "
-    "draft lengths and tiers. In 16 bits, it may differ at near-ties, unless the run is exact. settings.exact in the "
-    "JSON of a run says whether it is.",
+    "draft lengths and tiers. In 16 bits, it may differ at near-ties, unless the run is exact (see --exact of "
+    "[bold]triforce generate[/]). settings.exact in the JSON of a run says whether it is.",
 )
 DEVICE = option(MACHINE, choice("auto", "cpu", "cuda"), "Where to compute; auto is CUDA if there is a GPU.")
 CONTEXT = option(
     PROMPT,
     NAME,
-    "Start from a text that [bold]triforce read[/] has saved. No prompt file is needed, and the text needs no new "
-    "prefill.",
+    "Start from a text that was saved with the command [bold]triforce read[/]. No prompt file is needed, and the text "
+    "needs no new prefill.",
 )
 TEMPLATE_ARG = option(
     PROMPT,
@@ -219,7 +219,7 @@ SAMPLING_OPTIONS = {
         SEED,
         "Random seed: a whole number, which may be negative. The same command with the same seed writes the same text. "
         "In float32, and in 16 bits if the run is exact, the text does not depend on the draft or its lengths either. "
-        "Default: random. Slightly more draft tokens are accepted then, but the text cannot be reproduced.",
+        "Default: random. Without --seed, slightly more draft tokens are accepted, but the text cannot be reproduced.",
     ),
 }
 """The options for all fields of `Sampling`."""
@@ -235,8 +235,8 @@ SETTINGS_OPTIONS = {
         MACHINE,
         choice("auto", "on", "off"),
         "Store bfloat16 keys and values in three quarters of their bytes, without loss: in saved contexts, and where "
-        "they stream from host memory or a disk. auto: on with compiled kernels (for streaming to a GPU: with Triton), "
-        "but off for host memory if a CPU computes.",
+        "they stream from host memory or a disk. auto: on if there are compiled kernels (for streaming to a GPU: if "
+        "there is Triton). If a CPU computes, auto does not pack what streams from host memory.",
     ),
     "host_memory": option(
         MACHINE,
@@ -283,15 +283,16 @@ SETTINGS_OPTIONS = {
     "early_end": option(
         SPECULATION,
         EARLY_END,
-        "End a draft early if the probability that its next token and all tokens before it are accepted is below P. "
-        "auto: if a further token is not worth its time, unless draft lengths are set. off: never.",
+        "End a draft before a token if this token, with all tokens before it, would be accepted with a probability "
+        "below P. auto: end it when a further token is not worth its time, but never if draft lengths are set. "
+        "off: never.",
     ),
     "exact": option(
         SPECULATION,
         choice("auto", "on", "off"),
-        "Pad the passes that decide about the text to a fixed number of rows. The tokens then do not depend on draft "
-        "lengths and tiers in 16 bits either. auto: on for GPUs, where it should cost hardly any time; off for CPUs. "
-        "Compiled kernels with AVX-512 BF16 or AMX are exact in bfloat16 without it.",
+        "Give every pass that determines the text a fixed number of rows, by padding. The tokens then do not depend on "
+        "draft lengths and tiers in 16 bits either. auto: on for GPUs, where it should cost hardly any time; off for "
+        "CPUs. Compiled kernels with AVX-512 BF16 or AMX are exact in bfloat16 without it.",
     ),
     "tiers": option(
         SPECULATION,
@@ -321,7 +322,8 @@ class ModelOptions(ReportOptions):
         option(
             MACHINE,
             DRAFT,
-            "The small model that drafts tokens, given like --model. [bold]none[/]: no small model, two tiers. "
+            "The small model that drafts tokens, given like --model. [bold]none[/]: no small model, so two tiers "
+            "(see --tiers). "
             "[bold]lookup[/]: copies the tokens that followed the same words earlier in the text. "
             "[bold]D,lookup[/]: both. "
             "[bold]mtp[/]: the model's own multi-token-prediction head (Qwen3-Next, Qwen3.5). "
@@ -356,8 +358,8 @@ class TextOptions(RunOptions):
             PROMPT,
             FILE,
             "Text file; [bold]-[/] is stdin. If no text is given, a built-in one is used: the invented log book of a "
-            "harbour. generate takes another log for each --seed (without --seed, a random one); if no question is "
-            "given and -n is 1, it asks three questions about the log, then continues it.",
+            "harbour. With [bold]triforce generate[/], each --seed gives another log (without --seed, a random one); "
+            "if no question is given and -n is 1, this command asks three questions about the log, then continues it.",
         ),
     ] = None
     prompt: Annotated[str | None, option(PROMPT, TEXT, "The text itself, instead of a file.")] = None

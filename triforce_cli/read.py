@@ -89,7 +89,7 @@ def read(options: ReadOptions, call: Call) -> None:
     """Runs the model over a text once (the prefill) and saves its KV cache as a context.
 
     Answers start from the context without a new prefill of the text.
-    If the command is interrupted, killed or out of disk space, the same command goes on where it stopped.
+    If the command is interrupted, killed or out of disk space, run it again: it goes on where it stopped.
     A context contains the text in readable form; only its owner can read its files.
     """
     from ..offload.contexts.home import user_store

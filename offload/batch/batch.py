@@ -18,7 +18,8 @@ from .sequence_setup import SequenceSetup
 
 class Batch(Iterator[tuple[int, Round]]):
     """Sequences in progress. Iterating over the batch yields rounds, each with the index of its sequence. `sequences`
-    are current at any time. `stats()` returns the JSON. On several ranks, every rank iterates to the end."""
+    has a `BatchSequence` for each request, in their order, with its state so far; of one that failed, `failure` is the
+    error, and `error` its message. `stats()` returns the JSON. On several ranks, every rank iterates to the end."""
 
     def __init__(
         self,
@@ -109,5 +110,5 @@ class Batch(Iterator[tuple[int, Round]]):
 
     @property
     def saved(self) -> ContextUse | None:
-        """The saved contexts that the first sequence starts from and saves, if any."""
+        """What is done with saved contexts for the first sequence in progress that starts from one or saves one."""
         return next((one.saved for one in self.sequences if one.saved), None)

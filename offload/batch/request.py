@@ -38,8 +38,9 @@ class Request:
     grammar: Grammar | None = None
     """The required form of the answer."""
     contexts: ContextRequest | None = None
-    """What to do with saved contexts. `None`: in a run, start from the context that the engine was loaded with; in a
-    batch, nothing. The first request of a batch that is not refused uses the batch's `contexts` instead. With `save`,
+    """What to do with saved contexts. `None`: with `Engine.run`, start from the context that the engine was loaded
+    with; in a batch, nothing. The first request of a batch that is not refused uses the argument `contexts` of
+    `Engine.batch` instead. With `save`,
     the sequence shares no keys and values with other sequences: its prompt is read for it alone."""
     stops: Callable[[list[int]], bool] | None = None
     """Called on rank 0 with the new tokens of each round. `True` ends the answer with these tokens."""
@@ -67,8 +68,8 @@ class Order:
         """Checks a request.
 
         Raises:
-            UsageError: the prompt is empty or has a token outside the vocabulary; an impossible length; `top_logprobs`
-                is out of range; the grammar cannot be followed, or `ignore_eos` is set beside it.
+            UsageError: the prompt is empty or has a token outside the vocabulary; `max_new_tokens` is below 1;
+                `top_logprobs` is out of range; the grammar cannot be followed, or `ignore_eos` is set beside it.
             CapacityError: prompt and answer have more tokens than the model has positions.
         """
         top = request.top_logprobs

@@ -6,7 +6,7 @@ import os
 import pytest
 from spmd import run_forks
 from tiny import random_tokens, save_llama
-from triforce.offload import Engine, Sampling
+from triforce.offload import ContextError, Engine, Sampling
 from triforce.offload.speculation.drafting_pays import PROBE_EVERY
 from triforce.offload.speculation.lengths import Acceptance, PassCost
 from triforce.offload.system import System
@@ -34,6 +34,14 @@ def test_adapted_lengths_follow_acceptance(pair, accepted, shortest, longest):
     verify.choose_lengths()
     assert shortest <= retrieval.draft_tokens <= longest
     assert (verify.draft_tokens <= 1) == (accepted == 0)
+
+
+def test_an_engine_that_was_not_loaded_from_files_does_not_take_a_text_for_saved(pair):
+    loaded = Engine.load(pair[0], "none", device="cpu")
+    engine = Engine(loaded.target, None, loaded.settings)
+    for read in (engine.read, engine.reading):
+        with pytest.raises(ContextError, match="not loaded from files"):
+            read(random_tokens(200), "book")
 
 
 def test_a_tier_that_stopped_drafting_tries_again_at_times_without_a_clock(pair):

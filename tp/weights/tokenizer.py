@@ -46,11 +46,12 @@ class Tokenizer:
     """`decode(ids)` returns text, without special tokens."""
     chat: Callable[[str, str | None], str] | None = None
     """`chat(content, system)` renders one user message, after a system message if `system` is given. The result is for
-    `encode`. `None` if the model has no chat template."""
+    `encode`. `None` if the model has no chat template. Raises a `ModelError` if the template fails."""
     render: Callable[..., str] | None = None
     """`render(messages)` renders messages (see `Messages`) and the beginning of the answer to the last message, with
     the chat template. It uses `as_content` on the texts of messages. With `tools=`, it also describes these tools. The
-    result is for `encode`. `None` if the model has no chat template."""
+    result is for `encode`. `None` if the model has no chat template. Raises a `ModelError` if the template fails, or
+    refuses the messages."""
     template_arguments: frozenset[str] = frozenset()
     """The variables that can be given to the chat template."""
     tool_template: str | None = None

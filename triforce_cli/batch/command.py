@@ -29,8 +29,8 @@ def batch(options: BatchOptions, call: Call) -> None:
     """Answers a file of requests, several at a time. Each answer is written as a line when it is complete.
 
     Lines have the format of OpenAI's batch interface.
-    [bold]Ctrl-C[/] stops the run. The same command then goes on: requests that have an answer are skipped, failed and
-    interrupted ones are tried again.
+    [bold]Ctrl-C[/] stops the run. To go on, give the same command again: requests that have an answer are skipped,
+    failed and interrupted ones are tried again.
     """
     from ..ranks import starts_or_follows
     from ..terminal.output import JsonFile

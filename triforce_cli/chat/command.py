@@ -21,7 +21,7 @@ EPILOG = """[bold]Examples[/]
   [cyan]triforce chat --context book[/]
 
   In a script, one question per line:
-  [cyan]printf 'Who is Levin?\\\\nAnd Kitty?\\\\n' | triforce chat --context book --seed 1 > answers.txt[/]
+  [cyan]printf 'Who is Levin?\\nAnd Kitty?\\n' | triforce chat --context book --seed 1 > answers.txt[/]
 """
 
 

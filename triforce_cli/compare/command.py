@@ -111,8 +111,8 @@ class CompareOptions(MeasuringOptions):
             "temperature": option(
                 SAMPLING,
                 real("T"),
-                "Softmax temperature; 0 is greedy decoding. Greedy texts of all systems can be compared; with --seed, "
-                "only texts of this engine can.",
+                "Softmax temperature; 0 is greedy decoding. The greedy texts of all systems can be compared with each "
+                "other; when sampling with --seed, only the texts of this engine can be compared.",
             )
         },
     ] = Sampling(temperature=0.0)  # noqa: RUF009 - frozen

@@ -35,7 +35,7 @@ def serve(options: ServeOptions, call: Call) -> None:
     [bold]Ctrl-C[/] or SIGTERM stops the server: running answers may go on for --grace seconds.
     A second signal ends them at once.
 
-    With --host-memory, a server on a CPU takes this memory when it starts.
+    If --host-memory gives a number, a server on a CPU takes that much memory when it starts.
     """
     _check_options(options)
     missing = [name for name in _PACKAGES if find_spec(name) is None]

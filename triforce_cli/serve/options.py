@@ -46,7 +46,8 @@ class ServeOptions(AnsweringOptions):
             TEXT,
             "The key that requests must contain (Authorization: Bearer KEY). [bold]@FILE[/] reads it from a file, so "
             "that no list of processes shows it. A file may have several keys, one per line; requests with different "
-            "keys take turns. Without a key, only the user who runs the server is answered.",
+            "keys take turns. Without a key, only the user who runs the server is answered (with --uds: everyone who "
+            "can open the socket).",
         ),
     ] = None
     no_auth: Annotated[bool, flag("--no-auth", SERVING, "Answer everyone who can reach the server, without a key.")] = (
@@ -79,7 +80,7 @@ class ServeOptions(AnsweringOptions):
             SERVING,
             "Save prompts of 1,024 tokens or more as contexts during their prefill. Later prompts start from them, "
             "also after a restart. "
-            "Without this option, only uploaded texts are saved.",
+            "Without this option, only texts that clients upload are saved.",
         ),
     ] = False
     max_new_tokens: Annotated[
