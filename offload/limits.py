@@ -44,20 +44,22 @@ class Limits:
     whose attention takes longer than its copy."""
     ring_bytes: int = 24 * 2**20
     """Bytes of a ring buffer on a GPU, unless a block is larger. Smaller packed blocks are copied several at a time.
-    Each copy takes a host up to 0.3 ms (`docs/gpu-results.md`). In this time, a PCIe 5.0 link carries 16 MB; 24 MiB are
-    packed into 19."""
+    Each copy takes a host up to 0.3 ms (`docs/gpu-results.md`). In this time, a PCIe 5.0 link carries 16 MB, less than
+    24 MiB take when they are packed (19 MB)."""
     staging_buffers: int = 6
     """The number of buffers for blocks from host memory that is not page-locked: one in use, one being copied on, and
     four being copied."""
     disk_buffers: int = 12
-    """The number of buffers in host memory for blocks from a disk. Six are for blocks being read; a disk needs four for
-    its full speed. The others are for the blocks that the disk reads while attention uses a layer's blocks in memory
-    (over 131,072 tokens, a quarter of them in memory, a verification took 340 ms with 12, 390 with 6)."""
+    """The number of buffers in host memory for blocks from a disk. Six are for blocks that are being read; a disk
+    reaches its full speed with four reads at once. The others are for the blocks that the disk reads while attention
+    uses a layer's blocks in memory (over 131,072 tokens, a quarter of them in memory, a verification took 340 ms with
+    12, 390 with 6)."""
     open_slack: int = 512
-    """Tokens of room behind an open block: more than a pass over few tokens adds. A longer pass uses the workspace."""
+    """Tokens of room behind a block that is being filled: more than a pass of `step_rows` rows adds. A longer pass uses
+    the workspace."""
     window_slack: int = 2048
-    """Tokens beside their windows that layers with sliding windows keep, if other layers have no windows. So many
-    tokens can be rolled back, or shared with another sequence of the same beginning."""
+    """Tokens beside their windows that layers with sliding windows keep, if other layers have no windows. This
+    number of tokens can be rolled back, or shared with another sequence of the same beginning."""
     largest_block: int = 4096
     """The maximum number of tokens in a block. Short contexts have smaller blocks, so that the partly filled last block
     costs little."""
@@ -66,14 +68,14 @@ class Limits:
     and each plan counts the memory of all: 10 µs per text (AMD EPYC, Zen 4). Many short questions would fill the memory
     with thousands."""
     step_rows: int = STEP_ROWS
-    """The maximum number of rows of a pass that blocks stream past, at most `STEP_ROWS`. A pass with more rows is a
-    prefill, which collects one layer at a time."""
+    """The maximum number of rows of a pass that attends to streamed blocks one after another; it must not exceed
+    `STEP_ROWS`. A pass with more rows is a prefill, which collects one layer at a time."""
     streamed_draft_tokens: tuple[int, ...] = (128, 96, 64, 48, 32, 24)
     """Values for the maximum number of draft tokens of a verification if blocks stream. The verification then takes as
     long as the blocks take to cross the link. The first value with a small attention mass is used."""
     spare_share: float = 1 / 32
-    """The share of a GPU's memory for which host memory has spare room. So many resident blocks can leave the GPU when
-    other programs take memory there."""
+    """The share of a GPU's memory for which host memory has spare room. Resident blocks of this size can leave the GPU
+    when other programs take memory there."""
     free_varies: float = 1 / 100
     """The share of a GPU's memory by which free memory varies from run to run. A run that reuses a cache may take this
     much of the plan's reserve."""

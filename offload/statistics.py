@@ -12,8 +12,9 @@ from .transfer.link import Traffic
 class Statistics:
     """Counts and times of one run so far. All values are in seconds, bytes or tokens.
 
-    `draft_*` tokens are drafted by the small model and tested by the retrieval tier. `retrieval_*` tokens are drafted
-    by the retrieval tier and tested by the full cache. Nothing after the first rejection of a pass is tested.
+    `draft_*` tokens are drafted by the small model or by lookup, and tested by the retrieval tier. `retrieval_*` tokens
+    are drafted by the retrieval tier and tested by the full cache. Nothing after the first rejection of a pass is
+    tested.
     """
 
     prompt_tokens: int = 0
@@ -88,7 +89,7 @@ class Statistics:
 
     @property
     def draft_acceptance(self) -> float | None:
-        """Accepted ÷ tested tokens of the small model; `None` if none was tested."""
+        """Accepted ÷ tested `draft_*` tokens; `None` if none was tested."""
         return ratio(self.draft_accepted, self.draft_tested)
 
     @property

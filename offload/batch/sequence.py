@@ -63,7 +63,7 @@ class ActiveSequence(TokenSequence):
     saved: ContextUse | None
     """The saved contexts that the sequence starts from and saves, if any."""
     identity: dict[str, Any]
-    """The part of the JSON that is known before the prefill."""
+    """The part of the sequence's JSON (`BatchSequence.document`) that is known before the prefill."""
     traffic_before: Traffic = field(default_factory=Traffic)
     """The traffic over the link and the disk when decoding began."""
     read_before: ReadCounter = field(default_factory=ReadCounter)
@@ -141,7 +141,7 @@ class BatchSequence:
         self.context = order.prompt[:]
         """The prompt and the tokens so far."""
         self.statistics = Statistics(prompt_tokens=len(order.prompt))
-        """The counts and times so far, current at any time: each round makes a new object."""
+        """The counts and times so far. Each round replaces the object, so that it can be read at any time."""
         self.state: State = "waiting" if order.error is None else "ended"
         self.failure: Exception | None = order.error
         """The error with which the sequence failed, while others went on."""
@@ -165,7 +165,8 @@ class BatchSequence:
 
     @property
     def unread(self) -> int:
-        """The number of tokens of the context that the full cache lacks. The sequence must be open."""
+        """The number of tokens of the context that the full cache lacks. For a sequence that has begun and not
+        ended; see `active`."""
         return len(self.context) - self.active.full.length
 
     @property

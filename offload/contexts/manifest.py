@@ -78,7 +78,7 @@ class Segment:
     packed: bool = False
     """Whether keys and values are packed in its files."""
     arithmetic: tuple[int | None, ...] = (None,)
-    """The numbers of the arithmetic that computed its keys and values (`kernels.arithmetic`, on rank 0), in the order
+    """Which arithmetic computed its keys and values: the numbers that `kernels.arithmetic` gave on rank 0, in the order
     of first use. `None` is an unknown number: that of a GPU, or of an earlier version. There can be several numbers if
     text was added: a last segment that is not full is written again together with the new tokens, and these may be
     computed with another arithmetic."""

@@ -143,13 +143,14 @@ class ModelContexts:
         """Decides what a run restores and saves. Only rank 0 calls it.
 
         Args:
-            prompt: best an array, whose tokens are hashed in less time.
+            prompt: token ids. Those of an `array.array` are hashed in less time than those of a list.
             reusable: the maximum number of the prompt's tokens that may be restored.
 
         Raises:
             UsageError: no context can have this name.
-            ContextError: the named context cannot be used, or the prompt cannot be saved under the name.
-            OSError: the prompt cannot be saved, and this is an error for its origin (`ContextRequest.origin`).
+            ContextError: the named context cannot be used; or the prompt cannot be saved under the name, which is an
+                error if `request.required` is set or `request.origin` is `operator`, else a warning.
+            OSError: the prompt cannot be saved, in the same cases.
         """
         wanted = request.name or request.save
         if wanted:

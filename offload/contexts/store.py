@@ -360,7 +360,12 @@ class ContextStore:
 
     def disk_bytes(self, names: Sequence[str] | None = None) -> int:
         """Disk space of the named contexts in bytes; `None`: of all contexts. A file that several contexts share counts
-        once."""
+        once.
+
+        Raises:
+            UsageError: no context can have one of these names.
+            ContextError: see `names`.
+        """
         return _total(map(self._sizes, self.names() if names is None else names))
 
     def _sizes(self, name: str) -> dict[tuple[int, int], int]:
@@ -531,7 +536,11 @@ class ContextStore:
         return removed
 
     def of_operator(self) -> list[str]:
-        """The names of the contexts that no client of a server saved, and of those with a damaged manifest."""
+        """The names of the contexts that no client of a server saved, and of those with a damaged manifest.
+
+        Raises:
+            ContextError: see `names`.
+        """
         of_clients = {name for name, _, one in self._contexts() if one.origin == "client"}
         return [name for name in self.names() if name not in of_clients]
 

@@ -49,10 +49,11 @@ class RunRequest:
     local_ranks: int | None = None
     """The number of ranks that share one host's memory; `None`: `gpus`."""
     kernels: bool = True
-    """Whether the device has kernels of this project: compiled ones on a CPU, Triton's on a GPU. Triton's attention
-    reads a layer of many blocks as one."""
+    """Whether the device has kernels of this project: compiled ones on a CPU, Triton's on a GPU. With Triton's, a layer
+    that is wholly on the GPU is planned as a single block where possible; see `place_resident`."""
     makes_numbers: bool = False
-    """Whether a step expands matrices in few bits within its products, without memory for the expanded numbers."""
+    """Whether the products of a step expand the numbers of quantised matrices as they go. Then no memory is taken for
+    the expanded numbers."""
     locks_embedding: bool = True
     """Whether the system can page-lock host memory for embeddings and the device reads it; see `host_embedding`."""
     shared: int = 0

@@ -145,9 +145,9 @@ class RunPlan:
     kept_states: int
     """Copies of earlier states, in host memory."""
     prefill: int
-    """The activations of a prefill, the attention mass of its last rows and, if blocks stream, the layer it works on. A
-    prefill comes before the retrieval cache of its sequence, unless that was kept (`reads_beside_drafting`), and beside
-    the retrieval caches of other sequences."""
+    """The activations of a prefill, the attention mass of its last rows and, if blocks stream, the layer it works on.
+    This is freed before the retrieval cache of its sequence is allocated, unless that was kept
+    (`reads_beside_drafting`). The retrieval caches of other sequences are there at the same time."""
     between_slices: int
     """The part of `prefill` that lasts from one slice to the next, during the rounds of other sequences: hidden states
     and, if blocks stream, the layer."""
@@ -171,8 +171,8 @@ class RunPlan:
 
     @property
     def tail_ahead(self) -> int:
-        """The maximum number of tokens that a tail gets before the chunks that are chosen after the next round replace
-        it."""
+        """The maximum number of tokens that are still added to a tail until the chunks that are chosen after the next
+        round take its place; see `RetrievalCache`, `headroom`."""
         return _tail_ahead(self.verify_draft, self.retrieval_draft)
 
     @property
@@ -277,8 +277,8 @@ class RunPlan:
         return found
 
     def reads_beside_drafting(self, start: int, stop: int) -> bool:
-        """Whether target and draft can read the end of a prompt while the retrieval cache is kept, within the memory
-        that is planned for prefill and decoding one after the other. Args: see `prefill_of`."""
+        """Whether the retrieval cache can be kept while target and draft read the end of a prompt: whether both take at
+        most what is planned, the larger of `decoding` and `reading`. Args: see `prefill_of`."""
         passing = max(self.prefill_of(start, stop), self.mass + _draft_activation_bytes(self.request))
         return self.retrieval // self.request.sequences + passing <= max(self.decoding, self.reading)
 
@@ -333,7 +333,8 @@ class RunPlan:
 
     @property
     def caches(self) -> int:
-        """The bytes of the caches of target and draft on this rank, in any memory but a disk."""
+        """The bytes of the keys and values of target and draft on this rank, in any memory but a disk. `windows`,
+        `states`, `kept_states` and `open_stretches` are not counted."""
         return self.resident_kv + self.streamed_kv + self.retrieval + self.draft_kv
 
     @property

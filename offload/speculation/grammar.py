@@ -98,7 +98,8 @@ class Grammar:
     """`json_schema`: a JSON schema as JSON. `regex`: a regular expression in the syntax of the crate `regex`. `lark`: a
     grammar in Lark's syntax, or GBNF. `tools`: a grammar in Lark's syntax that this program makes."""
     reasoning: Reasoning | None = None
-    """The reasoning that may come before the answer, in any form."""
+    """The reasoning that may come before the answer, in which every token is allowed except an end-of-sequence token;
+    `None`: none."""
 
     def check(self) -> None:
         """Checks that the grammar can be compiled.
@@ -196,7 +197,7 @@ ANY_OBJECT = json.dumps({"type": "object"})
 
 
 def json_rule(schema: str) -> str:
-    """The body of a rule in Lark's syntax that matches JSON of a schema. The schema is an object, given as JSON."""
+    """The body of a rule in Lark's syntax. It matches JSON that fits `schema`, a JSON object that is given as text."""
     return "%json " + json.dumps({**json.loads(schema), "x-guidance": _SPACES})
 
 
@@ -264,8 +265,8 @@ class Grammars:
         """Makes a matcher that follows an answer. The answer begins at position `start` of the text.
 
         Raises:
-            GrammarError: see `Grammar.check`; no text has the form; or the model has no end-of-sequence token, which an
-                answer in a form needs as its end.
+            GrammarError: see `Grammar.check`; no text has the form; the model's tokenizer is not supported; or the
+                model has no end-of-sequence token, which an answer in a form needs as its end.
         """
         if not self._config.eos_token_ids:
             raise GrammarError(
@@ -283,8 +284,8 @@ class Grammars:
 
     def compile_beside(self, grammar: Grammar) -> threading.Event | None:
         """Compiles a grammar in a thread. Returns an event that is set when compiling has ended, even with an error. It
-        is set already if the compiled grammar is kept. Returns `None` if another grammar is being compiled: only one is
-        compiled at a time."""
+        is set already if the compiled grammar is kept. Returns `None` while an earlier call still compiles a grammar:
+        this method compiles one at a time."""
         done = threading.Event()
         with self._lock:
             if (grammar.kind, grammar.source) in self._compiled:
@@ -379,10 +380,12 @@ class Matcher:
         """Which tokens may follow `context`, and which may follow each of the proposed tokens after it, as bool
         `[len(proposed) + 1, vocab]`. A draft may contain a forbidden token: after it, all tokens are allowed.
 
-        Args: `decides`: whether all of `context` was drawn with these masks. The end of a draft may not be.
+        Args: `decides`: whether all of `context` was drawn with these masks. Draft tokens at its end may not have been:
+            after a context that does not follow the grammar, all tokens are allowed then.
 
         Raises:
-            ValueError: the grammar has become too complex, or nothing can follow; the message has the reason.
+            ValueError: the grammar has become too complex, nothing can follow, or `context` does not follow the grammar
+                although `decides` is set; the message has the reason.
         """
         answer, found = [*context[self._start :]], np.ones((len(proposed) + 1, self._vocab), bool)
         follows = decides  # whether the answer so far is known to follow the grammar
