@@ -42,11 +42,13 @@ class DeltaWeights:
     """The weights of a layer, or of a rank's part of it."""
 
     conv: Tensor
-    """`[kernel, channels]` float32, rounded to the dtype of the run. Channels are those of queries, keys, values."""
+    """`[kernel, channels]`, float32 numbers that were rounded to the dtype of the run. Channels are those of queries,
+    keys, values."""
     decay: Tensor
-    """`[value_heads]` float32, below 0."""
+    """`[value_heads]` float32, below 0. For the input `a` of the decay (see `delta_steps`), the state is multiplied by
+    `exp(decay * softplus(a + decay_bias))`."""
     decay_bias: Tensor
-    """`[value_heads]` float32."""
+    """`[value_heads]` float32; see `decay`."""
     key_heads: int
     key_dim: int
     tiled: bool = False

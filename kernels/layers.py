@@ -40,7 +40,7 @@ def linear(
         weight: `[outputs, inputs]`, contiguous.
         bias: `[outputs]`.
         norm: `[inputs]`, the weight of an RMS norm over `x` with `eps`; see `rms_norm` for a norm in another dtype.
-        onto: `[n, outputs]`, no part of `x`: the product, in `x`'s dtype, is added to it.
+        onto: `[n, outputs]`, must not overlap `x`: the product, in `x`'s dtype, is added to it.
 
     Returns:
         `[n, outputs]` in `x`'s dtype: `onto`, if that is given.
@@ -143,7 +143,7 @@ def held_expert_mlps(
         experts: gate, up and down of each expert, all of the same sizes.
         ids: int64 `[n, used]`, contiguous: the numbers of each row's experts.
         shares: float32 `[n, used]`, contiguous: the shares of these experts.
-        onto: `[n, hidden]`, no part of `x`: the result is added to it.
+        onto: `[n, hidden]`, must not overlap `x`: the result is added to it.
 
     Returns:
         `[n, hidden]`: `onto`, if that is given; `None` if no compiled kernel can compute it.
@@ -190,8 +190,8 @@ def rms_norm(x: Tensor, norm: Tensor, eps: float) -> Tensor:
 def gated(gate: Tensor, up: Tensor, activation: str) -> Tensor:
     """`up` times the activation of `gate`, both `[n, width]`; `activation` is `silu`, or `gelu_pytorch_tanh`.
 
-    If the bits of a row must not depend on other rows, rows are activated one at a time. Otherwise they could depend on
-    them: on a CPU, PyTorch computes the end of each thread's part with other instructions.
+    On a CPU, PyTorch computes the end of each thread's part with other instructions, so the bits of a row could depend
+    on the other rows. If they must not, rows are activated one at a time.
     """
     activate = F.silu if activation == "silu" else functools.partial(F.gelu, approximate="tanh")
     return by_rows(activate, gate).mul_(up)
@@ -238,8 +238,8 @@ def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def by_rows(compute: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """`compute(x)` for `x` `[n, ...]`, one row at a time if the bits of a row must not depend on other rows; see
-    `gated`."""
+    """`compute(x)` for `x` `[n, ...]`. If the bits of a row must not depend on other rows (see `gated`), `compute` is
+    called for one row `[...]` at a time, and the results are stacked."""
     one_by_one = x.device.type == "cpu" and len(x) <= STEP_ROWS
     if one_by_one and products_are_independent(x.device, x.dtype):
         return torch.stack([compute(row) for row in x])

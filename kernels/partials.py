@@ -65,6 +65,8 @@ def add_partial(running: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tens
     """Adds attention over further keys to `running`, and returns output and log-sum-exp over all keys so far.
 
     Args:
+        running: see `new_running`; updated. Only that of PyTorch's operations: compiled and Triton kernels keep powers
+            of two in theirs.
         out: `[num_heads, n, head_dim]`, the output over the further keys.
         lse: `[num_heads, n]`, its log-sum-exp.
     """

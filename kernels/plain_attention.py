@@ -65,9 +65,13 @@ def attend_plain(
     """`attend` for `q` `[num_kv_heads, group, n, head_dim]`, some rows at a time.
 
     Args:
-        mass: that of all rows, see `attend`; must not be given for many rows.
-        tile_rows: rows that are processed together if there are few rows; `None` for many rows.
+        mass: `[num_heads, n, chunks]`, see `attend`: that of all `n` rows. Only if `n` is at most `STEP_ROWS`.
+        tile_rows: rows that are processed together, if `n` is at most `STEP_ROWS`; `None` for more rows.
         padded: whether fewer rows than a tile are filled up to a whole tile. Ignored without `tile_rows`.
+
+    Returns:
+        The output `[num_kv_heads, group, n, head_dim]` and the log-sum-exp `[num_kv_heads, group, n]`, in the dtype of
+        the sums.
     """
     n = q.shape[2]
     padded = padded and tile_rows is not None

@@ -23,10 +23,10 @@ from .packages import usable_packages
 from .selection import STEP_ROWS, on_cpu, selected
 
 STEP_NUMBERS, PREFILL_NUMBERS = 2**22, 2**26
-"""How many numbers of a matrix a step and a prefill expand at a time, in whole outputs."""
+"""How many numbers of a matrix a step and a prefill expand at a time, rounded down to whole outputs, at least one."""
 
 FLOAT32_NUMBERS = 2**20
-"""How many numbers are float32 at a time while they are expanded, in whole outputs."""
+"""How many numbers are float32 at a time while they are expanded, rounded down to whole outputs, at least one."""
 
 _KINDS = {torch.uint8: 1, torch.int8: 2, torch.float8_e4m3fn: 3}
 """See `GroupedMatrix.kind`."""
@@ -93,7 +93,8 @@ class QuantisedMatrix(ABC):
         return out
 
     def expand_compiled(self, out: Tensor, level: int | None = None) -> None:
-        """Writes the numbers of the matrix to `out` `[outputs, inputs]`, bfloat16 or float32, with compiled kernels.
+        """Writes the numbers of the matrix to `out` `[outputs, inputs]`, contiguous, bfloat16 or float32, with compiled
+        kernels, which must have been built.
 
         Args:
             level: the level to use, at most `cpu_level()`, which is the default.
@@ -233,7 +234,7 @@ class GroupedMatrix(QuantisedMatrix):
 
 @dataclass(frozen=True)
 class Field:
-    """The place in a block of some bits of each of its inputs.
+    """Where a block stores some of the bits of each input.
 
     The first `run` inputs are in the lowest bits of `run` bytes. The next `run` inputs are in the bits above. When all
     bits of these bytes are used, the next bytes follow.
@@ -294,7 +295,7 @@ class BlockMatrix(QuantisedMatrix):
     file.
 
     Its numbers are `scale * (value - zero) - least`, each step rounded to float32. Neighbouring inputs share `scale`
-    and `least`, which are products of numbers in the block.
+    and `least`: numbers in the block, or products of these. Some formats have no `least`.
     """
 
     blocks: Tensor

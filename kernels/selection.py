@@ -20,8 +20,9 @@ GPUs, the flash-attn package, and the Triton kernels of this package."""
 class Selection:
     """Implementations that were chosen by hand; `None` leaves the choice to the device and the call.
 
-    A choice is ignored for calls that the implementation cannot compute: the compiled kernels support only some dtypes
-    and head sizes, and the flash kernels do not support a window.
+    The choice of compiled kernels is ignored for calls with a device, dtype, head size or layout that they do not
+    support. The choice of flash kernels is ignored for calls with a window, with `running`, or with a diagonal that is
+    a tensor. Another call that the chosen implementation cannot compute fails.
     """
 
     attention: Backend | None = None
@@ -32,7 +33,7 @@ class Selection:
     """For projections, MLP, rotation, and sampling on a CPU: `plain` does not use the compiled kernels."""
     padded: bool = False
     """Whether passes of at most `STEP_ROWS` rows are computed in tiles of `TILE_ROWS` rows. The last tile is filled up
-    with empty rows. Without padding, general products use another arithmetic for another number of rows."""
+    with empty rows. Without padding, PyTorch's matrix products round differently if the number of rows differs."""
     as_gpu: frozenset[str] | None = None
     """The packages (see `packages`) of the GPU that the CPU stands for, in tests without a GPU. Then no compiled CPU
     kernel is used, and no decision waits for a result of the device."""
@@ -43,18 +44,19 @@ class Selection:
 
 
 STEP_ROWS = 288
-"""The maximum number of rows of a step. The longest verification is a step. A row of a step is computed with the same
-arithmetic, however many rows are in the step (by general products only if rows are padded)."""
+"""The maximum number of rows of a step. It is large enough for the longest verification. The arithmetic of a row does
+not depend on how many rows are in the step; with PyTorch's matrix products, only if rows are padded."""
 
 TILE_ROWS = 32
-"""Rows of a step that general products compute together. On a GPU, they take hardly longer than one row, because most
-of the time goes into reading weights, keys and values."""
+"""Rows of a step that PyTorch's matrix products compute together. On a GPU, they take hardly longer than one row,
+because most of the time goes into reading weights, keys and values."""
 
 KEYS_PER_SPLIT = 512
 """Keys for each partial result of the Triton kernels (a split). With 8 key/value heads, 8,192 keys are 128 programs,
 about one for each multiprocessor of the GPUs of today. The results of a split are written and read again in float32.
-They take `2 * group * n / KEYS_PER_SPLIT` of the bytes of its keys and values: 2 % for one row of a group of four, 27 %
-for 17 rows. Hardware caches that are larger than these results hold them."""
+For `n` rows, and `group` query heads for each key/value head, this moves `2 * group * n / KEYS_PER_SPLIT` times as many
+bytes as reading the split's 16-bit keys and values: 2 % for one row and a group of four, 27 % for 17 rows. Hardware
+caches that are larger than these results hold them."""
 
 MOST_PARTS = 64 * 2**20
 """Maximum number of bytes of partial results. This limits memory, and keeps the results in a large L2 cache. Longer

@@ -67,17 +67,18 @@ class Tiling:
     """Size of a pass of a prefill; see `prefill_stops`."""
     end_rows: int = 0
     """Size of the parts behind the last multiple of `tail_rows`, if the rows of a step do not depend on one another.
-    Then two prompts may begin to differ at any of these rows. 0: these rows are one part."""
+    Two prompts with the same last multiple can then share tokens up to any position behind it. 0: these rows are one
+    part."""
     slice_work: int = 2**33
-    """Multiplications of attention in a short slice, see `Decoder.slices`, but at least those of `STEP_ROWS` rows. They
-    take about 0.05 s on two cores of an AMD EPYC (Zen 4)."""
+    """Multiplications of attention in a short slice, see `Decoder.slices`: they take about 0.05 s on two cores of an
+    AMD EPYC (Zen 4). A short slice also has at least about `STEP_ROWS` rows."""
 
     def tiles(self, start: int, n: int, stop: int | None = None) -> list[int]:
         """The number of tokens of each part of a pass over `n` tokens from position `start` on. A step is one part.
 
         Parts end at multiples of `prefill_rows`; near the end of the prompt at multiples of `tail_rows`, and then at
-        multiples of `end_rows`. Another number of rows may round differently. So parts do not depend on the position
-        at which a prefill began, if it began at the end of a part.
+        multiples of `end_rows`. A part with another number of rows may round differently, so parts end at fixed
+        positions: wherever a prefill began, the parts are the same, if it began at the end of a part.
 
         Args:
             start, n: the position of the first token, and the number of tokens.
@@ -106,7 +107,8 @@ class Tiling:
         return [*range(first, stop - self.prefill_rows, self.prefill_tokens), stop]
 
     def shareable(self, common: int, length: int, other: int) -> int:
-        """How many tokens two prompts can share: those whose parts are the same in both.
+        """How many tokens two prompts can share: those in parts that are the same in both. With `end_rows`, tokens
+        behind the last multiple of `tail_rows` are shared one by one, if this multiple is the same in both.
 
         Args:
             common: the number of tokens with which both prompts begin.
@@ -120,8 +122,8 @@ class Tiling:
         return min(common // self.prefill_rows * self.prefill_rows, whole, other_whole)
 
     def parting(self, length: int) -> tuple[int, ...]:
-        """The ends of the last parts of a prompt of this length, in ascending order. These are its own end, and the
-        last positions before it up to which other prompts can share its parts."""
+        """Up to three positions, in ascending order: the last two positions up to which other prompts can share parts
+        of a prompt of this length, and its end."""
         last = self._last(length)
         return tuple(dict.fromkeys(max(0, end) for end in (last - self.tail_rows, last, length)))
 
@@ -187,8 +189,8 @@ class Cache(Protocol):
         ...
 
     def hidden_before(self, n: int) -> Tensor:
-        """The model's hidden states `[n, hidden]`, behind the norm, of the tokens before each of the next `n` tokens. A
-        multi-token-prediction head needs them. Called after `prepare`."""
+        """For each of the next `n` tokens, the model's hidden state of the one token before it, behind the norm:
+        `[n, hidden]`. A multi-token-prediction head needs them. Called after `prepare`."""
         ...
 
     def rollback(self, length: int) -> None:
@@ -383,7 +385,8 @@ class Decoder:
 
     def readable(self, token_ids: Tensor) -> Tensor:
         """`token_ids` without ids that this model does not have: ids beyond its vocabulary become its last token, and
-        negative ids its first. The caller must ensure that a replaced token is not kept, or only costs acceptance."""
+        negative ids its first. The caller must ensure that a replaced token does not stay in the text, or can
+        only lower the acceptance of drafts."""
         return token_ids.clamp(0, self.config.vocab_size - 1)
 
     @torch.inference_mode()
@@ -409,6 +412,10 @@ class Decoder:
 
         Returns:
             Logits `[num_logits, vocab_size]`, float32, the same on every rank.
+
+        Raises:
+            ValueError: `cache` has no room for the tokens.
+            PeerError, HangError: with several ranks; see `Ranks`.
         """
         return _result_of(self.slices(token_ids, cache, num_logits=num_logits, on_progress=on_progress, stop=stop))
 
@@ -425,13 +432,14 @@ class Decoder:
         """`forward` in slices: a generator that runs the same operations and pauses between slices. Needs inference
         mode.
 
-        The first slice takes memory. The last slice computes the logits, which the generator returns. Each slice
-        between them computes the attention or the MLP of one part of the rows in one layer. With `short`, attention to
-        many keys takes several slices, see `Tiling.slice_work`: if a CPU without other ranks computes it, and a row
-        does not depend on others. This costs about 2 % of the time.
+        The first slice prepares the cache and looks up the embeddings, which takes memory. The last slice computes the
+        logits, which the generator returns. Each slice between them computes the attention or the MLP of one part of
+        the rows in one layer. With `short`, attention to many keys takes several slices, see `Tiling.slice_work`: if a
+        CPU without other ranks computes it, and a row does not depend on others. This costs about 2 % of the time.
 
-        Other passes may run between two slices, if `cache` afterwards has what it prepared for this pass. If a slice
-        other than the last fails on one of several ranks, it still ends on the others; their numbers are of no use.
+        Other passes may run between two slices, but then `cache` must again have what it prepared for this pass. If a
+        slice other than the last fails on one of several ranks, it still ends on the others; their numbers are of no
+        use.
         """
         start = cache.length
         cache.prepare(token_ids.shape[0])

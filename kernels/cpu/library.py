@@ -24,11 +24,12 @@ class Level(IntEnum):
     NONE = 0
     """Packing and the expansion of quantised matrices, with instructions that every processor has."""
     AVX2 = 1
-    """Attention, the delta rule, packing and sampling."""
+    """Attention, the delta rule, packing, sampling, and the expansion and products of quantised matrices."""
     AVX512 = 2
-    """Attention and packing; sampling as on AVX2."""
+    """Attention and packing; everything else as on AVX2."""
     AVX512_BF16 = 3
-    """AVX-512 with bfloat16 dot products: attention, packing, projections, MLP and rotation; sampling as on AVX2."""
+    """AVX-512 with bfloat16 dot products: attention, projections, MLP, rotation, and the expansion of quantised
+    matrices; everything else as on AVX512."""
     AMX = 4
     """Matrix tiles for attention and products in bfloat16; everything else as on AVX512_BF16."""
 
@@ -117,8 +118,8 @@ class MassPartCall(ctypes.Structure):
 
 @functools.cache
 def loaded() -> ctypes.CDLL | None:
-    """The loaded library of kernels; `None` if it was not built. It may contain kernels that this processor does not
-    support.
+    """The loaded library of kernels; `None` if it was not built, cannot be loaded, or was built from other sources. It
+    may contain kernels that this processor does not support.
 
     PyTorch must be imported first. Then the kernels use the same OpenMP library and its threads.
     """
@@ -229,7 +230,7 @@ def instructions() -> str | None:
 
 
 def arithmetic(device: str = "cpu") -> int | None:
-    """The number of the arithmetic that a type of device (`cpu`, `cuda`) uses here.
+    """A number that identifies the arithmetic of a type of device (`cpu`, `cuda`) here.
 
     With the same number, the compiled kernels round in the same way, but PyTorch's own operations may round differently
     on another processor. With different numbers, bits may differ. 0 is PyTorch without compiled kernels. Devices other

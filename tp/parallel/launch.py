@@ -28,8 +28,8 @@ from ..errors import HangError, PeerError, TriforceError, UsageError
 from .siblings import has_ended, rank_processes, siblings
 
 RANK_0_GRACE_S, GRACE_S = 6.0, 2.0
-"""Seconds until a rank is ended by force. For rank 0, which still writes statistics, they count from a signal that is
-to end it at once. For other ranks, they count from the end of rank 0."""
+"""Seconds until a rank is ended by force. For rank 0, which still writes statistics, they count from the second of two
+signals; see `Guard`. For other ranks, they count from the end of rank 0."""
 
 _CHECK_S = 0.5
 """Seconds between a rank's checks whether its launcher is alive."""
@@ -71,8 +71,8 @@ def launch(command: Sequence[str], ranks: int, ready: Callable[[], None]) -> int
         ended the run.
 
     Raises:
-        TriforceError: another rank failed. It has the message of the first failure, and is a `UsageError` if that was a
-            `UsageError`.
+        TriforceError: another rank failed; or rank 0 was killed by a signal, or waited for the others until the time
+            limit. It has the message of the first failure, and is a `UsageError` if that was a `UsageError`.
     """
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -240,9 +240,9 @@ class Guard:
     """A thread that ends this process by force if it would outlive its run. This is needed because Python's signal
     handlers do not always run during a collective.
 
-    The first SIGTERM, SIGINT or SIGHUP is left to its handler. If another signal comes before the first is handled, so
-    that its handler still runs, the process is ended `RANK_0_GRACE_S` seconds after the second signal. When the parent
-    process is gone, this process is ended at once.
+    The first SIGTERM, SIGINT or SIGHUP is left to its handler. If another signal comes before the first has been dealt
+    with, the process is ended `RANK_0_GRACE_S` seconds after that second signal. When the parent process is gone, this
+    process is ended at once.
     """
 
     def __init__(self, repeat_s: float, *, dealt_with: Callable[[], int] = lambda: 0, follows: bool = False) -> None:
@@ -251,7 +251,7 @@ class Guard:
 
         Args:
             repeat_s: a signal that comes within this number of seconds after another counts as the same signal.
-            dealt_with: returns how many signals were handled so that this process continued.
+            dealt_with: returns how many signals have been handled so far without ending this process.
             follows: whether this process is also ended `GRACE_S` seconds after the end of rank 0, which is on this
                 machine.
         """

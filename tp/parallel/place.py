@@ -43,10 +43,12 @@ class Place:
 
     @classmethod
     def among(cls, gpus: int) -> Place | None:
-        """The place of this process among `gpus` ranks; `None` if it is alone.
+        """The place of this process among `gpus` ranks; `None` if it is alone. With `gpus` 1, torchrun may have started
+        any number of ranks.
 
         Raises:
-            UsageError: the environment gives another number of ranks; or see `from_environment`.
+            UsageError: `gpus` is below 1; or it is above 1, and this process was started alone or among another number
+                of ranks; or see `from_environment`.
         """
         place = cls.from_environment()
         if gpus < 1:

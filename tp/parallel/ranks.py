@@ -68,7 +68,11 @@ of NCCL."""
 
 @dataclass
 class Ranks:
-    """A group of processes, seen from one of them."""
+    """A group of processes, seen from one of them.
+
+    Calls raise `HangError` if the others do not take part within the time limit, and `PeerError` if one of them has
+    ended. If a GPU does not finish a call within the time limit, the process ends with the exit code of `HangError`.
+    """
 
     rank: int = 0
     size: int = 1
@@ -190,7 +194,8 @@ class Ranks:
         return own or (CapacityError if of_memory else TriforceError)(f"rank {rank}: {reason}")
 
     def share_numbers(self, numbers: list[int], room: int) -> list[int]:
-        """Broadcasts the integers of rank 0, at most `room`, in one broadcast of fixed size, and returns them."""
+        """Broadcasts the integers of rank 0, of which there are at most `room`, in one broadcast of fixed size, and
+        returns them."""
         if self.size == 1:
             return numbers
         message = torch.zeros(room + 1, dtype=torch.int64)
