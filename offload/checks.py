@@ -60,8 +60,8 @@ def check_context(config: ModelConfig, prompt_tokens: int, max_new_tokens: int) 
     if prompt_tokens + max_new_tokens > limit:
         raise CapacityError(
             f"the prompt has {prompt_tokens:,} tokens and {max_new_tokens:,} more are asked for, but {config.name} "
-            f"has {limit:,} positions{config.positions_note}; shorten the prompt (--truncate head|tail|middle drops "
-            "that part of it) or lower --max-new-tokens"
+            f"has {limit:,} positions{config.positions_note}; shorten the prompt or ask for fewer tokens "
+            "(triforce generate: --truncate, --max-new-tokens)"
         )
 
 

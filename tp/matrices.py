@@ -82,7 +82,10 @@ class Projection:
             if quantisation is not None and any(source.has(f"{name}.{end}") for end in _ENDS):
                 if name.startswith("mtp.layers."):  # no configuration says how a head is stored
                     return self._in_few_bits(source, name, quantisation)
-                raise ModelError(f"{name} is stored in few bits, which is not supported outside a model's layers")
+                raise ModelError(
+                    f"{name} is stored in few bits, but it is outside the model's layers, or the quantization_config "
+                    "leaves it out, which is not supported"
+                )
             shape, columns = (self.outputs, self.inputs), self.columns or (None,)
             parts = [source.read(f"{name}.weight", *shape, rows=self.rows, columns=some) for some in columns]
             return _joined(parts, dim=1)

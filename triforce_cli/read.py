@@ -186,7 +186,7 @@ def _report_start(engine: Engine, contexts: ModelContexts, name: str, token_ids:
     before = f"; {tokens - missing:,} of them are saved already" if missing < tokens else ""
     print_note(f"context {name}: {tokens:,} tokens{before}")
     seconds = reading_seconds(engine.target, tokens - missing, missing)
-    about = "" if seconds is None else f", about {_duration(seconds)}"
+    about = "" if seconds is None else f"; the prefill takes about {_duration(seconds)}"
     size, free = contexts.bytes_to_write(token_ids, missing), contexts.store.free_bytes()
     print_note(f"writes {gib(size)} to {contexts.store.root}, which has {gib(free)} free{about}")
 

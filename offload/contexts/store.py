@@ -255,9 +255,10 @@ class ContextStore:
         manifest = self.load(name)
         if manifest.fingerprint != fingerprint:
             raise ContextError(
-                f"the context {name!r} was saved with a different model: {manifest.model} in "
-                f"{manifest.shape.dtype} (fingerprint {manifest.fingerprint[:8]}, not {fingerprint[:8]}); give the "
-                "--model and --dtype that it was saved with, or read the text again under another name"
+                f"the context {name!r} was saved with a different model, number format or RoPE scaling: "
+                f"{manifest.model} in {manifest.shape.dtype} (fingerprint {manifest.fingerprint[:8]}, not "
+                f"{fingerprint[:8]}); give the --model, --dtype and --rope-scaling that it was saved with, or read the "
+                "text again under another name"
             )
         if manifest.shape != shape:
             raise ContextError(

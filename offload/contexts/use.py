@@ -393,14 +393,15 @@ class ContextUse:
         if store.most_bytes is not None:
             keep += store.of_operator() if by_client else []
             if store.disk_bytes(keep) + new > store.most_bytes:
-                remedy = "raise it, or remove some: triforce contexts rm NAME"
-                quota = f"{gib(store.most_bytes)} (TRIFORCE_CONTEXTS_MAX); {remedy}"
+                quota = f"{gib(store.most_bytes)} (TRIFORCE_CONTEXTS_MAX); raise it"
                 if by_client:
                     raise ContextError(
-                        f"with another {gib(new)}, the contexts that cannot be removed would exceed the quota of "
-                        f"{quota}"
+                        f"with another {gib(new)}, the contexts that are not removed for a client (those of the "
+                        f"operator, and those in use) would exceed the quota of {quota}, or remove some: triforce "
+                        "contexts rm NAME"
                     )
-                raise ContextError(f"with another {gib(new)}, the contexts in use would exceed the quota of {quota}")
+                names = f"context{'s' if len(keep) > 1 else ''} {' and '.join(map(repr, keep))}"
+                raise ContextError(f"with another {gib(new)}, the {names} would exceed the quota of {quota}")
             removed = store.prune(store.most_bytes - new, keep)
             self.warnings += [
                 f"removed the context {name}, the least recently used, to keep the quota" for name in removed

@@ -171,7 +171,7 @@ class _Tape(TorchDispatchMode):
         assert room is not None
         name = func.overloadpacket.__name__
         if name in _READS_NUMBERS or (name == "index" and any(_is_mask(x) for x in args[1])):
-            raise RuntimeError(f"{name} reads what a captured pass cannot know")
+            raise RuntimeError(f"the operation {name} reads numbers, which are not known when a pass is captured")
         result = func(*args, **kwargs)
         noted, named = room.noted(args), {key: room.noted(x) for key, x in kwargs.items()}
         parts = result if isinstance(result, (list, tuple)) else [result]

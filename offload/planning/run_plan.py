@@ -379,11 +379,11 @@ class RunPlan:
         if by_hand:
             remedy = "lower --resident, or let the planner choose (--resident auto)"
         elif fitting := largest_context(request):
-            remedy = f"about {fitting:,} tokens would fit: shorten the prompt (--truncate) or free memory"
+            remedy = f"about {fitting:,} tokens would fit: shorten the prompt or free memory"
         else:
             remedy = "free memory or choose a smaller model"
         if shortage.where == "GPU memory" and not by_hand:
-            remedy = f"the minimum is {least_gpu_memory(by_itself):.2f} GiB{per_rank}; {remedy}"
+            remedy = f"the minimum with which it works is {least_gpu_memory(by_itself):.2f} GiB{per_rank}; {remedy}"
         if shortage.where == "disk space":
             parts = "the part of the KV cache that exceeds host memory"
         elif shortage.where == "host memory":

@@ -138,7 +138,7 @@ def test_texts_of_arguments_keep_to_their_limits(family):
     for more in ({"pattern": "a"}, {"format": "date"}):
         tool = Tool("find", "", {"type": "object", "properties": {"text": {"type": "string", **more}}})
         if style == "xml":
-            with pytest.raises(GrammarError, match=r"text has the (pattern|format) .*, in this model's form of calls"):
+            with pytest.raises(GrammarError, match=r"text, which .* quotes, has the (pattern|format) .*; it "):
                 allows(AllowedCalls((tool,), needed=True), FIRST[style])
 
 

@@ -172,7 +172,10 @@ def test_a_wrapped_configuration_without_its_text_model_is_refused(tmp_path):
         ({"hidden_activation": "silu"}, "activation 'silu', which is not supported; supported: gelu_pytorch_tanh"),
         ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "RoPE scaling 'dynamic'"),
         ({"rope_parameters": {"full_attention": {"rope_type": "longrope", "factor": 4.0}}}, "RoPE scaling 'longrope'"),
-        ({"rope_parameters": {"rope_type": "linear", "factor": 8.0}}, "which are for each type of layer"),
+        (
+            {"rope_parameters": {"rope_type": "linear", "factor": 8.0}},
+            "rope_type, factor, without full_attention",
+        ),
         ({"sliding_window": None}, "sliding_window None"),
         ({"layer_types": ["full_attention"]}, "one a layer"),
     ],

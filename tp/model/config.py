@@ -357,7 +357,10 @@ def _rotary_dim(raw: dict[str, Any], family: Family, head_dim: int) -> int:
     given = _rotated_share(raw)
     found = int(head_dim * float(family.rotated_share if given is None else given))
     if not 2 <= found <= head_dim or found % 2:
-        raise ValueError(f"partial_rotary_factor {given}, by which {found} of {head_dim} dimensions are rotated")
+        raise ValueError(
+            f"partial_rotary_factor {given}, by which {found} of {head_dim} dimensions are rotated (supported: even "
+            "numbers from 2)"
+        )
     return found if found < head_dim else 0
 
 

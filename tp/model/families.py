@@ -60,7 +60,8 @@ class Experts:
             ValueError: there are too few experts, or more than `MOST_EXPERTS`.
         """
         if not 1 <= self.used <= self.count <= MOST_EXPERTS:
-            raise ValueError(f"num_experts_per_tok {self.used} of {self.count} experts")
+            supported = f"from 1 to all of them, of at most {MOST_EXPERTS} experts"
+            raise ValueError(f"num_experts_per_tok {self.used} of {self.count} experts (supported: {supported})")
 
 
 @dataclass(frozen=True)

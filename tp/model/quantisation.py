@@ -399,7 +399,10 @@ def joined_inputs(parts: Sequence[QuantisedMatrix]) -> QuantisedMatrix:
         return BlockMatrix(torch.cat([part.blocks for part in blocks], dim=1), blocks[0].form)
     grouped = [part for part in parts if isinstance(part, GroupedMatrix)]
     if any(part.group_of is not None for part in grouped):
-        raise ModelError("inputs of several ranks are in groups that are not whole; give another number of --gpus")
+        raise ModelError(
+            "this rank holds inputs from several places of a matrix, in groups that are not whole; give another number "
+            "of --gpus"
+        )
     values, scales = (torch.cat([getattr(part, name) for part in grouped], dim=1) for name in ("values", "scales"))
     zeros = [part.zeros for part in grouped]
     joined = zeros[0] if isinstance(zeros[0], int) else torch.cat([x for x in zeros if isinstance(x, Tensor)], dim=1)
@@ -430,7 +433,8 @@ def quantisation_of(raw: dict[str, Any], path: Any) -> Quantisation | None:
     except _Unsupported as error:
         raise ModelError(f"{path} asks for {error}, which is not supported; supported: {SUPPORTED}") from None
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError, re.error) as error:
-        raise ModelError(f"{path} has a quantization_config that cannot be read: {error!r}") from error
+        reason = f"it lacks {error}" if isinstance(error, KeyError) else str(error)
+        raise ModelError(f"{path} has a quantization_config that cannot be read: {reason}") from error
 
 
 class _Unsupported(Exception):
@@ -527,14 +531,14 @@ def _refuse(what: str, refused: bool) -> None:
 
 def _whole(value: Any) -> int:
     if type(value) is not int:
-        raise ValueError(f"{value!r} where a whole number belongs")
+        raise ValueError(f"{value!r} is not a whole number")
     return value
 
 
 def _size(value: Any, name: str) -> int:
     size = _whole(value)
     if not 0 < size < 2**31:
-        raise ValueError(f"{name} {size}")
+        raise ValueError(f"{name} {size} is not a number above 0")
     return size
 
 

@@ -28,7 +28,7 @@ def parse_rope_scaling(text: str, max_positions: int) -> dict[str, Any]:
     except ValueError:
         raise UsageError(
             f"rope-scaling is {text[:80]!r}; it is yarn:FACTOR, with a factor above 1, up to {MOST_FACTOR}, or "
-            "yarn:FACTOR:ORIGINAL, with the positions that the factor is of (default: the model's own)"
+            "yarn:FACTOR:ORIGINAL, with the number of positions that the factor multiplies (default: the model's own)"
         ) from None
     return {
         "rope_type": "yarn",

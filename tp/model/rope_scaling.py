@@ -50,7 +50,10 @@ class RopeConfig:
         """
         by_type = raw.get("rope_parameters") or {}
         if by_type and not by_type.keys() & {"full_attention", "sliding_attention"}:
-            raise ValueError(f"rope_parameters of {', '.join(by_type)}, which are for each type of layer")
+            raise ValueError(
+                f"rope_parameters with {', '.join(by_type)}, without full_attention or sliding_attention, the types of "
+                "layers that they are for"
+            )
         full = {"rope_theta": raw.get("rope_theta") or 1e6} | (by_type.get("full_attention") or {})
         full |= raw.get("rope_scaling") or {}
         windowed = {"rope_theta": raw.get("rope_local_base_freq") or 1e4} | (by_type.get("sliding_attention") or {})
@@ -97,7 +100,9 @@ class RopeConfig:
         if kind == "llama3":
             low, high = float(given["low_freq_factor"]), float(given["high_freq_factor"])
             if not 0.0 < low < high:
-                raise ValueError(f"low_freq_factor {low:g} and high_freq_factor {high:g}, which must rise from above 0")
+                raise ValueError(
+                    f"low_freq_factor {low:g} and high_freq_factor {high:g}; both must be above 0, the second larger"
+                )
             return cls(theta, kind, factor, original, low, high)
         return cls(theta, kind, factor, original)
 

@@ -36,9 +36,15 @@ class Place:
                 rank, size, int(os.environ.get("LOCAL_RANK", rank)), int(os.environ.get("LOCAL_WORLD_SIZE", size))
             )
         except ValueError as error:
-            raise UsageError(f"the environment's rank is no number ({error}); start the ranks with torchrun") from error
+            raise UsageError(
+                f"RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE must be whole numbers ({error}); start the ranks "
+                "with torchrun"
+            ) from error
         if not 0 <= place.rank < place.size:
-            raise UsageError(f"RANK is {place.rank} and WORLD_SIZE {place.size}; ranks are numbered from 0 to below it")
+            raise UsageError(
+                f"RANK is {place.rank} and WORLD_SIZE {place.size}; RANK must be from 0 to WORLD_SIZE - 1: start the "
+                "ranks with torchrun"
+            )
         return place
 
     @classmethod

@@ -106,7 +106,9 @@ class _Reader:
         described = [self._tensor() for _ in range(num_tensors)]
         alignment = metadata.get("general.alignment", 32)
         if type(alignment) is not int or not 1 <= alignment <= 2**20 or alignment & (alignment - 1):
-            raise ModelError(f"{self._path} has general.alignment {alignment!r}; it is a power of two")
+            raise ModelError(
+                f"{self._path} has general.alignment {alignment!r}; it must be a power of two, at most 2^20"
+            )
         begin = -(-self._at // alignment) * alignment
         tensors = [self._placed(one, begin, alignment) for one in described]
         if sum(tensor.num_bytes for tensor in tensors) > len(self._content):

@@ -30,7 +30,7 @@ import xxhash
 
 from ..errors import ModelError
 from ..home import user_home
-from ..model.families import FAMILIES, Experts
+from ..model.families import FAMILIES, MOST_EXPERTS, Experts
 from .gguf_header import DENSE_FORMS, GgufHeader, GgufTensor, form_bytes
 from .gguf_tokenizer import GEMMA_TURNS, tokenizer_files
 from .weight_files import GGUF_INDEX, SHARD
@@ -198,7 +198,10 @@ def _contents(files: list[Path]) -> dict[str, Any]:
     for number, header in enumerate(headers):
         for tensor in header.tensors:
             if tensor.name in tensors:
-                raise ModelError(f"{files[number]} has {tensor.name[:80]!r}, which was there before")
+                raise ModelError(
+                    f"{files[number]} has the tensor {tensor.name[:80]!r} again: it came before, in this file or in an "
+                    "earlier part of the model"
+                )
             tensors[tensor.name] = number, tensor
     config = _Configuration(headers[0].metadata, path)
     divisors = tensors.pop(_ROPE_DIVISORS, None)
@@ -241,7 +244,10 @@ def _parts_of(tensor: GgufTensor, config: _Configuration, path: Path) -> Iterato
     if experts and layer and layer[2] in EXPERT_NAMES and end == "weight":
         names = [getattr(experts.names, part) for part in EXPERT_NAMES[layer[2]]]
         if len(shape) != 3 or shape[0] != experts.count or shape[1] % len(names):
-            raise ModelError(f"{path} has {tensor.name} of the shape {shape}; it is of {experts.count} experts")
+            raise ModelError(
+                f"{path} has {tensor.name} of the shape {shape}; it must have three dimensions, the first for the "
+                f"{experts.count} experts, the second a multiple of {len(names)}"
+            )
         each = shape[1] // len(names), shape[2]
         for i in range(experts.count * len(names)):
             name = names[i % len(names)].format(i // len(names))
@@ -277,7 +283,10 @@ def _parts_of_head(
 
 def _read_floats(path: Path, tensor: GgufTensor) -> np.ndarray:
     if tensor.form != "F32" or len(tensor.shape) != 1 or tensor.shape[0] > 2**16:
-        raise ModelError(f"{path} has {tensor.name!r} of the shape {tensor.shape} in {tensor.form}; it is a row of F32")
+        raise ModelError(
+            f"{path} has {tensor.name!r} of the shape {tensor.shape} in {tensor.form}; it must be one row of at most "
+            "65,536 numbers in F32"
+        )
     return np.fromfile(path, "<f4", tensor.shape[0], offset=tensor.offset)
 
 
@@ -347,7 +356,8 @@ class _Configuration:
         try:
             return Experts(count, used, True, names, shared)
         except ValueError:
-            raise self._odd("expert_used_count", f"{used:,} of {count:,}, which is no number of experts") from None
+            supported = f"from 1 to all of them, and at most {MOST_EXPERTS:,} experts, are supported"
+            raise self._odd("expert_used_count", f"{used:,} of {count:,} experts; {supported}") from None
 
     def interleaved_heads(self, name: str) -> int:
         """The number of heads of queries or keys whose rows are in the order of rotated pairs. 0: rows have the order
@@ -500,7 +510,7 @@ class _Configuration:
         is_scaled = kind != "none" and (kind != "linear" or factor != 1.0)
         if divisors is not None:
             if is_scaled:
-                raise self._odd("rope.scaling.type", f"{kind[:80]!r} beside {_ROPE_DIVISORS}")
+                raise self._odd("rope.scaling.type", f"{kind[:80]!r} beside {_ROPE_DIVISORS}; give only one of them")
             return self._divided(divisors, base, size)
         if not is_scaled:
             return None

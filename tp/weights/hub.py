@@ -109,12 +109,10 @@ def _download_gguf(name: str, form: str, note: Callable[[str], None] | None) -> 
     there = [file.rfilename for file in info.siblings or [] if file.rfilename.endswith(".gguf")]
     found = _files_in(there, form)
     if len(found) != 1:
-        which = "several GGUF files" if found else "no GGUF file"
+        which = "several GGUF files whose names end" if found else "no GGUF file whose name ends"
+        remedy = "a longer end of the name" if found else "the end of one of its names"
         listed = ", ".join(sorted(there)[:8]) or "none"
-        raise ModelError(
-            f"{name} on the hub has {which} whose name has {form!r}; give more of the name; the repository has: "
-            f"{listed}"
-        )
+        raise ModelError(f"{name} on the hub has {which} with {form!r}; give {remedy}; the repository has: {listed}")
     (files,) = found
     cache = Path(constants.HF_HUB_CACHE)
     cache.mkdir(parents=True, exist_ok=True)

@@ -341,9 +341,12 @@ def _contexts(options: BenchOptions, config: ModelConfig, new_tokens: int) -> tu
     if options.contexts is None:
         fitting = tuple(n for n in AUTO_CONTEXTS if new_tokens < n <= config.max_position_embeddings)
         if not fitting:
+            lengths = ", ".join(f"{length:,}" for length in AUTO_CONTEXTS)
+            beside = f", and {new_tokens:,} tokens of each are not text" if new_tokens else ""
             raise UsageError(
-                f"{config.name} has {config.max_position_embeddings:,} positions{config.positions_note} and "
-                f"--max-new-tokens is {new_tokens:,}; give the lengths to measure with --contexts"
+                f"none of the default lengths ({lengths}) can be measured: {config.name} has "
+                f"{config.max_position_embeddings:,} positions{config.positions_note}{beside}; give the lengths to "
+                "measure with --contexts"
             )
         return fitting
     if options.contexts[-1] > config.max_position_embeddings:

@@ -140,7 +140,7 @@ def compare(options: CompareOptions, call: Call) -> None:
         )
     if options.audit and not options.sampling.greedy and options.sampling.seed is None:
         raise UsageError("--audit computes the tokens again, so it needs --seed if --temperature is above 0")
-    check_single_process("compare runs every system in one process")
+    check_single_process("compare runs each system in a single process, not on several ranks")
     options = replace(options, ask=read_ask(options.ask, print_note))
     if all(entry.missing() for entry in chosen):
         raise TriforceError("; ".join(f"{entry.name} is {entry.missing()}" for entry in chosen))

@@ -163,7 +163,8 @@ def _keys(option: str | None) -> tuple[bytes, ...]:
         found = [option.strip().encode("utf-8", "surrogateescape")]
     if not found or not all(key and all(32 < byte <= 126 for byte in key) for key in found):
         raise UsageError(
-            "--api-key must be letters, digits and signs without spaces; a file may have several keys, one per line"
+            "--api-key must be ASCII letters, digits and signs without spaces; a file (@FILE) has one or several keys, "
+            "one per line"
         )
     return tuple(dict.fromkeys(found))
 

@@ -280,7 +280,7 @@ def _xml_call(index: int, tool: Tool, of_schema: bool) -> dict[str, str]:
             if num_bytes > MOST_BYTES["tools"]:
                 raise GrammarError(
                     f"the grammar of the tools cannot be followed: the arguments of {tool.name} have "
-                    f"more than {MOST_BYTES['tools']:,} bytes, definitions counted with each"
+                    f"more than {MOST_BYTES['tools']:,} bytes together, where definitions count again for each argument"
                 )
         one = rf'{begin} {value} "\n"'
         written.append(one if name in required else f"({one})?")
@@ -303,16 +303,16 @@ def _limited_text(name: str, schema: Mapping[str, Any], text: str) -> str:
         return " | ".join(json.dumps(value) for value in values if isinstance(value, str))
     least, most, pattern = schema.get("minLength", 0), schema.get("maxLength", ""), schema.get("pattern")
     if not all(type(limit) is int and limit >= 0 for limit in (least, most) if limit != ""):
-        raise _not_followed(name, f"lengths {least!r} to {most!r}, which must be whole numbers")
+        raise _not_followed(name, f"lengths {least!r} to {most!r}; they must be whole numbers")
     limits = [rf"/(?s:.{{{least},{most}}})/"] if least or most != "" else []
     if pattern is not None:
         if not isinstance(pattern, str) or not re.fullmatch(r"\^(?s:.*)(?<!\\)\$", pattern):
-            raise _not_followed(name, f"the pattern {pattern!r}, which must be from ^ to $")
+            raise _not_followed(name, f"the pattern {pattern!r}; it must go from ^ to $")
         # Within slashes; those that have a backslash before them stay.
         inner = re.sub(r"(?s:\\.)|/|\n", lambda found: _ESCAPED.get(found[0], found[0]), pattern[1:-1])
         limits.append(f"/({inner})/")
     if "format" in schema:
-        raise _not_followed(name, f"the format {schema['format']!r}")
+        raise _not_followed(name, f"the format {schema['format']!r}; it is not supported")
     return " & ".join([text, *limits])
 
 
@@ -320,7 +320,7 @@ _ESCAPED = {"/": r"\/", "\n": r"\n"}
 
 
 def _not_followed(name: str, what: str) -> GrammarError:
-    says = f"{name} has {what}, in this model's form of calls"
+    says = f"{name}, which this model writes without quotes, has {what}"
     return GrammarError(f"the grammar of the tools cannot be followed: {says}")
 
 

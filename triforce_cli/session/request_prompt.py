@@ -152,7 +152,7 @@ def _message_prompt(request: AnswerRequest, context: Context | None, tokenizer: 
         return _with_syntax(Prompt(tokenizer.encode(text, False), answers=True), tokenizer)
     system, exchanges, question = _turns(messages)
     if system is not None and (context is not None or tokenizer.render is None):
-        where = "a saved context begins with its own" if context else "this model has no chat template"
+        where = "that of a saved context is given when it is saved" if context else "this model has no chat template"
         raise BodyError(f"messages has a system message, but {where}; put it into the question", "messages")
     if has_text:
         text, *rest = next(one.content for one in messages if one.role == "user")
@@ -188,8 +188,8 @@ def _tool_prompt(request: AnswerRequest, context: Context | None, tokenizer: Tok
     if calls.takes_grammar or request.grammar:
         schema = request.grammar.source if request.grammar else None
         if form.style == "bare" and schema == ANY_OBJECT and calls.tools:
-            says = "is only for answers without tools here, because this model writes calls as plain JSON objects"
-            raise BodyError(f"{request.grammar_field} {says}; give a json_schema", request.grammar_field)
+            says = "asks for any JSON object, from which this model's calls, plain JSON objects, cannot be told"
+            raise BodyError(f"{request.grammar_field} {says}; give a json_schema, or no tools", request.grammar_field)
         with grammar_errors("tools"):
             calls.check()
             grammar = call_grammar(form, calls, tokenizer, schema)
@@ -287,8 +287,8 @@ def _turns(messages: Sequence[Message]) -> tuple[str | None, list[Exchange], str
     """
     if not _is_in_turns(messages):
         raise BodyError(
-            "messages must be of user and assistant in turn here, and the last one of user: "
-            f"they are of {', '.join(one.role for one in messages)}",
+            "messages must have the roles user and assistant in turn here, after at most one system message, and end "
+            f"with user; their roles are {', '.join(one.role for one in messages)}",
             "messages",
         )
     system = messages[0].text if messages[0].role == "system" else None

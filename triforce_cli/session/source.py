@@ -80,7 +80,7 @@ def read_file(path: Path, option: str, note: Callable[[str], None]) -> Source:
         if sys.stdin is None or sys.stdin.closed:
             raise TriforceError(f"{option} is -, but there is no standard input")
         if sys.stdin.isatty():
-            note("reading the prompt from this terminal; end it with Ctrl-D on a line of its own")
+            note(f"reading {option} from this terminal; end it with Ctrl-D on a line of its own")
         return Source(checked(decoded(sys.stdin.buffer.read(), "standard input", note), "standard input"), "stdin")
     return Source(checked(decoded(read_bytes(path, option), str(path), note), str(path)), path.name)
 

@@ -489,7 +489,7 @@ class AnswerBody(AskingBody):
         others = [endpoint for endpoint, body in _BODIES.items() if name in body.model_fields]
         if others:
             return f"is a field of {others[0]}, not of {COMPLETION if others[0] == CHAT else CHAT}"
-        without = f" or give {_NEUTRAL[name][0]!r}" if name in _NEUTRAL else ""
+        without = f" or give {json.dumps(_NEUTRAL[name][0])}" if name in _NEUTRAL else ""
         return f"would change the answer and is not supported here; leave it out{without}"
 
 

@@ -80,7 +80,7 @@ def test_a_system_message_that_has_no_place_is_refused(pair, chatty, book):
     messages = said(("system", "Be brief."), ("user", "Why?"))
     with pytest.raises(BodyError, match="no chat template"):
         prompt_of(pair[0], replace(REQUEST, messages=messages))
-    with pytest.raises(BodyError, match="begins with its own"):
+    with pytest.raises(BodyError, match="is given when it is saved"):
         prompt_of(chatty, replace(REQUEST, messages=messages, context="book"))
 
 

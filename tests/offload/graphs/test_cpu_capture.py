@@ -253,7 +253,8 @@ def test_what_reads_numbers_is_not_captured(decoder, monkeypatch):
     for token in torch.tensor(random_tokens(10, seed=4)).split(1):
         assert torch.equal(passes.forward(token), plain.forward(token))
     assert graphs.warnings == [
-        "drafting runs without captured passes, and is slower: item reads what a captured pass cannot know"
+        "drafting runs without captured passes, and is slower: the operation item reads numbers, which are not known "
+        "when a pass is captured"
     ]
 
 

@@ -185,8 +185,10 @@ def _load_expanded(directory: Path, config: ModelConfig, job: Job) -> Any:
     make: Any = transformers.AutoModelForCausalLM.from_config
     model = make(theirs, dtype=dtype, attn_implementation="sdpa")
     missing, unknown = model.load_state_dict(read, strict=False)
-    if unknown or set(missing) - ({"lm_head.weight"} if config.tie_word_embeddings else set()):
-        raise ModelError(f"transformers has no such weights as {unknown}, or needs {missing}, which the file lacks")
+    missing = sorted(set(missing) - ({"lm_head.weight"} if config.tie_word_embeddings else set()))
+    if unknown or missing:
+        both = ("does not know the weights", unknown), ("needs the weights, which the file lacks,", missing)
+        raise ModelError("; ".join(f"transformers {what} {', '.join(names)}" for what, names in both if names))
     model.tie_weights()
     without_defaults(model)
     return model.to(job.device).eval()

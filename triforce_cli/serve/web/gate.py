@@ -134,8 +134,8 @@ class Body:
                 message = await self._receive()
         except TimeoutError:
             raise BodyError(
-                f"the body has not arrived within {self._limits.body_s:g} s and {self._limits.body_rate:,.0f} bytes a "
-                "second",
+                f"the body arrives too slowly: it may take {self._limits.body_s:g} s, and another second for every "
+                f"{self._limits.body_rate:,.0f} bytes that have arrived",
                 code="body_too_slow",
                 status=408,
             ) from None
