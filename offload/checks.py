@@ -61,7 +61,7 @@ def check_context(config: ModelConfig, prompt_tokens: int, max_new_tokens: int) 
         raise CapacityError(
             f"the prompt has {prompt_tokens:,} tokens and {max_new_tokens:,} more are asked for, but {config.name} "
             f"has {limit:,} positions{config.positions_note}; shorten the prompt or ask for fewer tokens "
-            "(triforce generate: --truncate, --max-new-tokens)"
+            "(triforce generate and compare: --truncate, --max-new-tokens)"
         )
 
 

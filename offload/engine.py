@@ -494,8 +494,8 @@ class Engine:
 
         Raises:
             RuntimeError: this is rank 0.
-            CapacityError, UsageError: a run of one sequence that cannot be answered. After it, this can be called again
-                for the next run.
+            CapacityError, UsageError: a run of one sequence that cannot be answered. After a `CapacityError`, this can
+                be called again for the next run.
         """
         if self.target.ranks.rank == 0:
             raise RuntimeError("follow is for ranks above 0: rank 0 starts the runs")

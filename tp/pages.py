@@ -65,7 +65,8 @@ def new_pages(size: int, *, huge: bool = True) -> mmap.mmap:
         memory = mmap.mmap(-1, size, **kind)
     except OSError as error:
         raise CapacityError(
-            f"the system refuses {gib(size)} of host memory ({error.strerror}); free some, or shorten the prompt"
+            f"the system refuses {gib(size)} of host memory ({error.strerror}); free some, or shorten the prompt "
+            "(triforce generate: --truncate)"
         ) from error
     if huge and hasattr(mmap, "MADV_HUGEPAGE"):
         _ask_for_huge_pages(memory, 0, size)

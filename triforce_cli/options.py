@@ -323,7 +323,7 @@ class ModelOptions(ReportOptions):
             MACHINE,
             DRAFT,
             "The small model that drafts tokens, given like --model. [bold]none[/]: no small model, so two tiers "
-            "(see --tiers). "
+            "(see --tiers of [bold]triforce generate[/]). "
             "[bold]lookup[/]: copies the tokens that followed the same words earlier in the text. "
             "[bold]D,lookup[/]: both. "
             "[bold]mtp[/]: the model's own multi-token-prediction head (Qwen3-Next, Qwen3.5). "

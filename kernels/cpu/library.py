@@ -29,7 +29,7 @@ class Level(IntEnum):
     """Attention and packing; everything else as on AVX2."""
     AVX512_BF16 = 3
     """AVX-512 with bfloat16 dot products: attention, projections, MLP, rotation, and the expansion of quantised
-    matrices; everything else as on AVX512."""
+    matrices; packing as on AVX512, the delta rule and sampling as on AVX2."""
     AMX = 4
     """Matrix tiles for attention and products in bfloat16; everything else as on AVX512_BF16."""
 

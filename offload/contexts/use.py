@@ -401,7 +401,8 @@ class ContextUse:
                         "contexts rm NAME"
                     )
                 names = f"context{'s' if len(keep) > 1 else ''} {' and '.join(map(repr, keep))}"
-                raise ContextError(f"with another {gib(new)}, the {names} would exceed the quota of {quota}")
+                remedy = f", or remove the second: triforce contexts rm {keep[1]}" if len(keep) > 1 else ""
+                raise ContextError(f"with another {gib(new)}, the {names} would exceed the quota of {quota}{remedy}")
             removed = store.prune(store.most_bytes - new, keep)
             self.warnings += [
                 f"removed the context {name}, the least recently used, to keep the quota" for name in removed

@@ -94,8 +94,7 @@ def plan_here(
 def shortage_explained(
     device: torch.device, device_memory: Callable[[torch.device], DeviceMemory | None] = device_memory
 ) -> Iterator[None]:
-    """A context that turns out-of-memory errors of PyTorch and of compiled kernels into an error with the memory taken
-    and the remedies.
+    """A context that turns PyTorch's out-of-memory errors into an error with the memory taken and the remedies.
 
     Args: `device_memory`: see `System`.
 
@@ -104,9 +103,8 @@ def shortage_explained(
     """
     try:
         yield
-    except (RuntimeError, MemoryError) as error:  # a CPU's allocator has no class of its own for it
-        known = isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "allocate memory" in str(error)
-        if not known:
+    except RuntimeError as error:  # a CPU's allocator has no class of its own for it
+        if not isinstance(error, torch.OutOfMemoryError) and "allocate memory" not in str(error):
             raise
         found = device_memory(device)
         if found:
@@ -114,11 +112,12 @@ def shortage_explained(
             of_these = f", up to {gib(peak)} by this run" if peak else ""
             raise CapacityError(
                 f"GPU memory ran out: {gib(found.total - found.free)} of {gib(found.total)} are taken{of_these}; keep "
-                "less of the KV cache there (--resident), lower --budget, shorten the prompt, or free memory"
+                "less of the KV cache there (--resident), lower --budget, shorten the prompt (triforce generate: "
+                "--truncate), or free memory"
             ) from error
         raise CapacityError(
             f"memory ran out: this process took up to {gib(host_peak_bytes())}, and {gib(available_bytes(device))} is "
-            "free now; shorten the prompt, lower --budget, or free memory"
+            "free now; shorten the prompt (triforce generate: --truncate), lower --budget, or free memory"
         ) from error
 
 

@@ -333,8 +333,8 @@ class RunPlan:
 
     @property
     def caches(self) -> int:
-        """The bytes of the keys and values of target and draft on this rank, in any memory but a disk. `windows`,
-        `states`, `kept_states` and `open_stretches` are not counted."""
+        """The bytes of `resident_kv`, `streamed_kv`, `retrieval` and `draft_kv` on this rank, in any memory but a
+        disk. The target's `windows`, `states`, `kept_states` and `open_stretches` are not counted."""
         return self.resident_kv + self.streamed_kv + self.retrieval + self.draft_kv
 
     @property
@@ -379,7 +379,8 @@ class RunPlan:
         if by_hand:
             remedy = "lower --resident, or let the planner choose (--resident auto)"
         elif fitting := largest_context(request):
-            remedy = f"about {fitting:,} tokens would fit: shorten the prompt or free memory"
+            cut = "shorten the prompt (triforce generate: --truncate)"
+            remedy = f"about {fitting:,} tokens would fit: {cut} or free memory"
         else:
             remedy = "free memory or choose a smaller model"
         if shortage.where == "GPU memory" and not by_hand:

@@ -210,7 +210,7 @@ def scheme(**changes):
         (GPTQ | {"checkpoint_format": "marlin"}, "checkpoint_format 'marlin'"),
         (GPTQ | {"dynamic": {"+:.*": {"bits": 8}}}, "dynamic"),
         (GPTQ | {"lm_head": True}, "a quantised output head"),
-        (GPTQ | {"group_size": 0}, "cannot be read: group_size 0 is not"),
+        (GPTQ | {"group_size": 0}, "cannot be read: .*group_size 0 is not"),
         ({"quant_method": "gptq"}, "cannot be read: it lacks 'bits'"),
         (AWQ | {"version": "gemv"}, "version 'gemv'"),
         (AWQ | {"bits": 8}, "AWQ with 8 bits"),

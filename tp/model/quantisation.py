@@ -433,7 +433,7 @@ def quantisation_of(raw: dict[str, Any], path: Any) -> Quantisation | None:
     except _Unsupported as error:
         raise ModelError(f"{path} asks for {error}, which is not supported; supported: {SUPPORTED}") from None
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError, re.error) as error:
-        reason = f"it lacks {error}" if isinstance(error, KeyError) else str(error)
+        reason = f"it lacks {error}" if isinstance(error, KeyError) else repr(error)
         raise ModelError(f"{path} has a quantization_config that cannot be read: {reason}") from error
 
 
@@ -538,7 +538,7 @@ def _whole(value: Any) -> int:
 def _size(value: Any, name: str) -> int:
     size = _whole(value)
     if not 0 < size < 2**31:
-        raise ValueError(f"{name} {size} is not a number above 0")
+        raise ValueError(f"{name} {size} is not from 1 to 2^31 - 1")
     return size
 
 

@@ -510,7 +510,9 @@ class _Configuration:
         is_scaled = kind != "none" and (kind != "linear" or factor != 1.0)
         if divisors is not None:
             if is_scaled:
-                raise self._odd("rope.scaling.type", f"{kind[:80]!r} beside {_ROPE_DIVISORS}; give only one of them")
+                raise self._odd(
+                    "rope.scaling.type", f"{kind[:80]!r} beside {_ROPE_DIVISORS}; only one of them is supported"
+                )
             return self._divided(divisors, base, size)
         if not is_scaled:
             return None

@@ -110,9 +110,11 @@ def _download_gguf(name: str, form: str, note: Callable[[str], None] | None) -> 
     found = _files_in(there, form)
     if len(found) != 1:
         which = "several GGUF files whose names end" if found else "no GGUF file whose name ends"
-        remedy = "a longer end of the name" if found else "the end of one of its names"
+        remedy = "a longer end of the name" if found else "the quantisation at the end of a name, such as Q4_K_M"
         listed = ", ".join(sorted(there)[:8]) or "none"
-        raise ModelError(f"{name} on the hub has {which} with {form!r}; give {remedy}; the repository has: {listed}")
+        raise ModelError(
+            f"{name} on the hub has {which} with {form!r} (before .gguf); give {remedy}; the repository has: {listed}"
+        )
     (files,) = found
     cache = Path(constants.HF_HUB_CACHE)
     cache.mkdir(parents=True, exist_ok=True)

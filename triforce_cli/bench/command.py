@@ -343,10 +343,12 @@ def _contexts(options: BenchOptions, config: ModelConfig, new_tokens: int) -> tu
         if not fitting:
             lengths = ", ".join(f"{length:,}" for length in AUTO_CONTEXTS)
             beside = f", and {new_tokens:,} tokens of each are not text" if new_tokens else ""
+            remedy = "give the lengths to measure with --contexts" + (
+                ", or lower --max-new-tokens" if new_tokens else ""
+            )
             raise UsageError(
                 f"none of the default lengths ({lengths}) can be measured: {config.name} has "
-                f"{config.max_position_embeddings:,} positions{config.positions_note}{beside}; give the lengths to "
-                "measure with --contexts"
+                f"{config.max_position_embeddings:,} positions{config.positions_note}{beside}; {remedy}"
             )
         return fitting
     if options.contexts[-1] > config.max_position_embeddings:

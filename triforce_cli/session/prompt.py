@@ -117,8 +117,8 @@ def saved_text(name: str, config: ModelConfig) -> tuple[array[int], Frame]:
     shape, ours = manifest.shape, (config.kv_layers, config.num_kv_heads, config.head_dim)
     if (shape.num_layers, shape.num_kv_heads, shape.head_dim) != ours or largest >= config.vocab_size:
         raise ContextError(
-            f"the context {name!r} was saved with a different model, not with {config.name}: give --model "
-            f"{manifest.model}"
+            f"the context {name!r} was saved with a different model, number format or RoPE scaling: not with "
+            f"{config.name}; give --model {manifest.model}"
         )
     return token_ids, manifest.frame
 

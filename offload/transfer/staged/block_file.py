@@ -143,7 +143,7 @@ class BlockFile:
             raise CapacityError(
                 f"{gib(size)} of the KV cache exceed host memory, and {space.folder} has no room for them "
                 f"({error.strerror}; {gib(space.free_bytes())} free): make room on this disk, set TRIFORCE_HOME "
-                "to a directory on another disk, free memory, or shorten the prompt"
+                "to a directory on another disk, free memory, or shorten the prompt (triforce generate: --truncate)"
             ) from error
         self.num_bytes = size
         self.direct = _pass_page_cache(self._descriptor, True)

@@ -55,7 +55,11 @@ def answered(triforce, *arguments) -> dict:
 
 def test_a_book_is_read_once_and_asked_often(triforce, tmp_path):
     said = triforce("read", tmp_path / "book.txt").err
-    assert re.search(r"context book: \d+ tokens", said) and "free, about" in said and "--context 'book'" in said
+    assert (
+        re.search(r"context book: \d+ tokens", said)
+        and "free; the prefill takes about" in said
+        and "--context 'book'" in said
+    )
     tokens = json.loads(triforce("contexts", "show", "book", "--json", "-").out)["tokens"]
     asked = answered(triforce, "--context", "book", "--ask", "What was it, and for whom was it so?")
     assert asked["context"] == "book" and asked["reused_tokens"] == tokens < asked["prompt_tokens"]
