@@ -34,6 +34,11 @@ TRIFORCE = (sys.executable, "-P", "-m", "triforce.cli")
 TEXT = "It was the best of times, it was the worst of times; naïve – “quoted”, déjà vu, 北京, and 🙂.\n\n" * 8
 
 
+def first_on_path(*folders: Path) -> str:
+    """`PYTHONPATH` with these first; an empty part would be the folder that tests run in, with `kernels`."""
+    return os.pathsep.join(filter(None, [*map(str, folders), os.environ.get("PYTHONPATH")]))
+
+
 @dataclass(frozen=True)
 class Outcome:
     code: int

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 TOKENS = 24
@@ -31,11 +30,6 @@ def save_deepspeed(folder: Path, doing: str) -> Path:
         (folder / name).mkdir(parents=True)
         (folder / name / "__init__.py").write_text(content + "\n", encoding="utf-8")
     return folder
-
-
-def first_on_path(*folders: Path) -> str:
-    """`PYTHONPATH` with these first; an empty part would be the folder that tests run in, with `kernels`."""
-    return os.pathsep.join(filter(None, [*map(str, folders), os.environ.get("PYTHONPATH")]))
 
 
 def rows_of(outcome):

@@ -11,7 +11,7 @@ import time
 import psutil
 import pytest
 import spmd
-from command import TRIFORCE, check_refusal, run_command, run_fork
+from command import TRIFORCE, check_refusal, first_on_path, run_command, run_fork
 from spmd import ENVIRONMENT, run_jobs, torchrun
 from tiny import greedy_oracle, random_tokens, save_llama
 from triforce.offload import Engine, Sampling
@@ -29,7 +29,7 @@ SHAPES = {
 def to_run_first(folder, code):
     """The `PYTHONPATH` with which each interpreter runs `code` first, which `folder` takes."""
     (folder / "sitecustomize.py").write_text(code)
-    return os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
+    return first_on_path(folder)
 
 
 @pytest.fixture(scope="module")

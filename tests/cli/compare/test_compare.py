@@ -11,8 +11,17 @@ from importlib.util import find_spec
 import psutil
 import pytest
 from checkpoints import wrap_text_model
-from command import TEXT, TRIFORCE, VOCABULARY, check_refusal, run_here, save_tokenizer, undocumented
-from comparisons import PROMPT_TOKENS, TOKENS, first_on_path, rows_of, save_deepspeed
+from command import (
+    TEXT,
+    TRIFORCE,
+    VOCABULARY,
+    check_refusal,
+    first_on_path,
+    run_here,
+    save_tokenizer,
+    undocumented,
+)
+from comparisons import PROMPT_TOKENS, TOKENS, rows_of, save_deepspeed
 from quantised import FORMATS, save_quantised
 from tiny import greedy_oracle, save_family
 from transformers import LlamaForCausalLM
