@@ -47,6 +47,8 @@ def checked_prompt(prompt_ids: Sequence[int] | Tensor, config: ModelConfig, max_
     if max_new_tokens < 1:
         raise UsageError(f"max-new-tokens is {max_new_tokens}; it must be 1 or more")
     check_context(config, len(ids), max_new_tokens)
+    if isinstance(prompt_ids, array) and prompt_ids.typecode == "i":
+        return prompt_ids[:]
     return array("i", ids.astype(np.intc).tobytes())
 
 

@@ -581,7 +581,7 @@ class KeptCache:
         leaves too little GPU memory for the run, by more than `Limits.free_varies`. If moving blocks to spare host
         memory is needed and enough, they are moved. Every rank calls it."""
         request, blocks = plan.request, cache.blocks
-        going_on = make_plan(request, blocks.placement)
+        going_on = plan if blocks.placement == plan.placement else make_plan(request, blocks.placement)
         if request.gpu_bytes is None or request.gpu_total_bytes is None:
             return going_on
         left = request.gpu_bytes - going_on.device_needed + int(request.limits.free_varies * request.gpu_total_bytes)
@@ -600,10 +600,10 @@ class KeptCache:
         """Makes room on a GPU that has fewer free bytes than are `needed`. Drops caches that are not needed, then moves
         blocks of `caches` to host memory, as far as it has room. Every rank calls it. The rank with the least memory
         decides."""
-        holders = dict.fromkeys(holder.blocks for cache in caches for holder in cache.holders)
-        ranks = self._decoder.ranks
         if self._decoder.device.type == "cpu" and self._on_cpu:
             return
+        holders = dict.fromkeys(holder.blocks for cache in caches for holder in cache.holders)
+        ranks = self._decoder.ranks
         may = bool(self._droppable(None)) or any(blocks.footprint.spare for blocks in holders)
         if not may and ranks.size == 1:
             return

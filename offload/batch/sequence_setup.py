@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -236,6 +236,7 @@ class SequenceSetup:
         waiting: Sequence[BatchSequence],
         *,
         aside: BatchSequence | None = None,
+        alike: Mapping[FullCache, int] | None = None,
         reuse: int | None = None,
         on_memory: Callable[[float], None] | None = None,
     ) -> None:
@@ -245,6 +246,7 @@ class SequenceSetup:
             running: the sequences with which it may share tokens.
             waiting: the sequences that are to run together soon, including this one.
             aside: that one of `running` whose prefill goes on after that of this sequence, if there is one.
+            alike: the result of `compared`, if others run; `None`: it is found out here.
             reuse: the maximum number of leading tokens to take over from kept caches; `None`: any number.
             on_memory: see `StreamedBlocks`.
 
@@ -274,7 +276,7 @@ class SequenceSetup:
             unallocated = sum(one.active.unallocated_bytes for one in running)
             unallocated += _further_slices_bytes(aside.active) if aside else 0
             request = replace(request, beside=len(running), unallocated_bytes=unallocated)
-            full, plan = self._full_cache(sequence, request, first=False)
+            full, plan = self._full_cache(sequence, request, first=False, alike=alike)
         sequence.active_or_none = self._activated(sequence, full, plan, matcher)
         models.kept.others.add(sequence.active_or_none)
         sequence.statistics = replace(sequence.statistics, reused_tokens=full.length)
@@ -296,9 +298,21 @@ class SequenceSetup:
         now = max(shared, prefix.tokens if prefix else 0)
         return any(alike.get(one.active.full, 0) > now + _WORTH_WAITING for one in saving)
 
-    def reads_in_one_pass(self, opened: Sequence[BatchSequence], further: BatchSequence | None = None) -> bool:
+    def compared(self, sequence: BatchSequence) -> dict[FullCache, int]:
+        """`KeptCache.common_lengths` of the prompt of a sequence that is not opened. It holds until the next round."""
+        return self._models.kept.common_lengths(sequence.context)
+
+    def reads_in_one_pass(
+        self,
+        opened: Sequence[BatchSequence],
+        further: BatchSequence | None = None,
+        alike: Mapping[FullCache, int] | None = None,
+    ) -> bool:
         """Whether the unread tokens of these opened sequences, and of a further sequence that may not be opened, can be
-        computed in one pass. Each row must be computed as it is by itself, within the planned memory of a prefill."""
+        computed in one pass. Each row must be computed as it is by itself, within the planned memory of a prefill.
+
+        Args: `alike` is the result of `compared` for the further sequence; `None`: it is found out here.
+        """
         if not self._models.reads_together:
             return False
         rows = sum(one.unread for one in opened)
@@ -306,7 +320,7 @@ class SequenceSetup:
             return False
         if further:
             prompt, contexts = further.context, further.order.contexts
-            alike = self._models.kept.common_lengths(prompt)
+            alike = self.compared(further) if alike is None else alike
             _, shared = self._models.kept.find(prompt, alike=alike)
             restored = contexts.prefix.tokens if contexts.prefix else 0
             if contexts.save is not None or restored > shared:
@@ -381,6 +395,7 @@ class SequenceSetup:
         request: RunRequest,
         *,
         first: bool,
+        alike: Mapping[FullCache, int] | None = None,
         reuse: int | None = None,
         on_memory: Callable[[float], None] | None = None,
     ) -> tuple[FullCache, RunPlan]:
@@ -390,7 +405,7 @@ class SequenceSetup:
 
         Args:
             first: whether no sequence runs.
-            reuse, on_memory: see `open`.
+            alike, reuse, on_memory: see `open`.
 
         Raises:
             CapacityError: there is too little memory.
@@ -399,7 +414,7 @@ class SequenceSetup:
         if reuse == 0:
             kept.forget_all()
         whole = contexts.save is not None
-        text, shared = kept.find(prompt, reuse, whole=whole)
+        text, shared = kept.find(prompt, reuse, whole=whole, alike=alike)
         if whole and (self.target.part.kept_windows or self.target.part.linear):
             text, shared = None, 0  # it lacks windows and states at the ends of the segments to save
         more = contexts.prefix.tokens - shared if contexts.prefix else 0

@@ -21,7 +21,7 @@ from ...tp.pages import available_memory, free_reserve
 from ...tp.parallel.ranks import ALONE, Ranks
 from ...tp.units import gib
 from .request import RunRequest
-from .run_plan import CUDA_CONTEXT, RunPlan, left_free, make_plan
+from .run_plan import CUDA_CONTEXT, RunPlan, left_free, make_plan, weight_bytes
 
 
 def plan_here(
@@ -53,17 +53,21 @@ def plan_here(
         device_memory: see `System`.
     """
     kernels, found = packs_fast(device), device_memory(device)
-    request = replace(request, kernels=kernels, gpu_bytes=found and found.free, gpu_total_bytes=found and found.total)
-    request = replace(request, locks_embedding=request.locks_embedding and reads_host_memory(device))
-    if held is not None:
-        request = replace(request, held_rope_bytes=held.get("rope", 0))
-    bare = make_plan(request)
+    request = replace(
+        request,
+        kernels=kernels,
+        gpu_bytes=found and found.free,
+        gpu_total_bytes=found and found.total,
+        locks_embedding=request.locks_embedding and reads_host_memory(device),
+        held_rope_bytes=request.held_rope_bytes if held is None else held.get("rope", 0),
+    )
     host, own = psutil.virtual_memory().available // ranks.local_size + given_back_on_host, given_back
     if reserved := free_reserve():  # only caches can use it, and what they give back is a part of it
-        own = min(reserved + given_back, bare.caches)
+        own = min(reserved + given_back, make_plan(request).caches)
     if held is not None:
-        host += request.process_bytes + bare.embedding
-        own += bare.weights + min(held.get("rope", 0), bare.rope)
+        weights, embedding = weight_bytes(request)
+        host += request.process_bytes + embedding
+        own += weights + request.held_rope_bytes
     most = sys.maxsize
     if request.settings.host_memory is not None:
         most = max(0, int(request.settings.host_memory * 2**30) // ranks.local_size - held_on_host)
@@ -75,15 +79,13 @@ def plan_here(
         for_others = max(0, found.taken - own)
         numbers = found.free + own + outside, found.total, for_others, min(host, most), int(kernels)
         free, total, for_others, host, everywhere = ranks.least([*numbers])
-        request = replace(
-            request, gpu_bytes=free, gpu_total_bytes=total, gpu_bytes_beside=for_others, kernels=bool(everywhere)
-        )
+        more = {"gpu_bytes": free, "gpu_total_bytes": total, "gpu_bytes_beside": for_others}
     else:
         makes_numbers = steps_make_numbers(device, request.dtype)
         here = max(0, min(host + own - promised, most)), int(kernels), int(makes_numbers)
         host, everywhere, made = ranks.least([*here])
-        request = replace(request, kernels=bool(everywhere), makes_numbers=bool(made))
-    plan = make_plan(replace(request, host_bytes=host, local_ranks=1))
+        more = {"makes_numbers": bool(made)}
+    plan = make_plan(replace(request, kernels=bool(everywhere), host_bytes=host, local_ranks=1, **more))
     if free_disk is None or plan.host_total <= host:
         return plan
     (disk,) = ranks.least([free_disk() // ranks.local_size + given_back_on_disk])  # all ranks come here, or none does

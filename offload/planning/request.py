@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 import torch
@@ -100,9 +100,9 @@ class RunRequest:
     def process_parts(self) -> dict[str, int]:
         """Bytes of host memory that a rank's process takes besides the run: the parts of `ProcessMemory`, and `cuda` if
         a GPU computes."""
-        return asdict(self.limits.process) | ({"cuda": self.limits.cuda_host_bytes} if self.on_gpu else {})
+        return vars(self.limits.process) | ({"cuda": self.limits.cuda_host_bytes} if self.on_gpu else {})
 
-    @property
+    @cached_property
     def process_bytes(self) -> int:
         """The sum of `process_parts`."""
         return sum(self.process_parts.values())

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 
 import torch
 
@@ -282,7 +282,7 @@ class RunPlan:
         passing = max(self.prefill_of(start, stop), self.mass + _draft_activation_bytes(self.request))
         return self.retrieval // self.request.sequences + passing <= max(self.decoding, self.reading)
 
-    @property
+    @cached_property
     def working(self) -> int:
         """The maximum bytes beside weights and full cache."""
         lasting = (
@@ -427,6 +427,14 @@ class Shortage:
     available: int
 
 
+def weight_bytes(request: RunRequest) -> tuple[int, int]:
+    """Bytes of a rank's weights on the device that computes, and of the embeddings that are in host memory
+    (`RunRequest.host_embedding`)."""
+    models = [one for one in (request.matrices, request.small_matrices) if one]
+    embedding = sum(one.embedding_bytes(request.dtype) for one in models) if request.host_embedding else 0
+    return sum(one.num_bytes(request.dtype) for one in models) - embedding, embedding
+
+
 def make_plan(request: RunRequest, placement: Placement | None = None) -> RunPlan:
     """Plans a run.
 
@@ -444,9 +452,7 @@ def make_plan(request: RunRequest, placement: Placement | None = None) -> RunPla
         least = max(1, LEAST_BUDGET // chunk_size) * chunk_size
         while budget > least and request.sequences * budget * retrieved > RETRIEVAL_SHARE * request.gpu_bytes:
             budget = max(least, budget // 2 // chunk_size * chunk_size)
-    models = [request.matrices, *([request.small_matrices] if request.small_matrices else [])]
-    embedding = sum(one.embedding_bytes(request.dtype) for one in models) if request.host_embedding else 0
-    weights = sum(one.num_bytes(request.dtype) for one in models) - embedding
+    weights, embedding = weight_bytes(request)
     activations = _activation_bytes(request, request.own)
 
     def plan(placement: Placement) -> RunPlan:

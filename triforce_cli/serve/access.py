@@ -9,6 +9,7 @@ import os
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -122,9 +123,12 @@ class Access:
 def client_at(address: tuple[str, int] | None) -> str:
     """The client at an address and port. All IPv6 addresses in a network of 64 bits count as one client, because one
     client may have all of them."""
-    if address is None:  # a Unix socket
-        return ""
-    host = address[0].partition("%")[0]
+    return "" if address is None else _client(address[0].partition("%")[0])  # `None`: a Unix socket
+
+
+@lru_cache(maxsize=1024)
+def _client(host: str) -> str:
+    """`client_at` for an address without its zone. Cached, because each request asks for it twice."""
     if not _is_address(host):
         return host
     found = ipaddress.ip_address(host)

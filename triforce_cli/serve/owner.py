@@ -13,7 +13,7 @@ import struct
 import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 
 Address = tuple[str, int]
@@ -158,6 +158,7 @@ def _owner(state: int, uid: int, inode: int) -> int | None:
     return uid if state in _OWNED and inode else None
 
 
+@lru_cache(maxsize=1024)
 def _address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
     """An address. That of IPv4 in IPv6's form becomes that of IPv4."""
     found = ipaddress.ip_address(host.partition("%")[0])

@@ -219,8 +219,13 @@ class QuestionForm:
         if context is None:
             return Prompt(tokenizer.encode(self.render(exchanges, question), self.begins_text), True, self.stops)
         rest = encode_behind(self.split_around_text(exchanges, question)[1], tokenizer)
-        token_ids = array("i", context.token_ids) + array("i", rest)  # of an array, its memory is copied
+        token_ids = as_array(context.token_ids) + array("i", rest)  # of an array, its memory is copied
         return Prompt(token_ids, True, self.stops, len(context.token_ids))
+
+
+def as_array(token_ids: Sequence[int]) -> array[int]:
+    """Token ids as an array of C's `int`, which is not copied if it is one already."""
+    return token_ids if isinstance(token_ids, array) and token_ids.typecode == "i" else array("i", token_ids)
 
 
 def encode_behind(text: str, tokenizer: Tokenizer) -> list[int]:

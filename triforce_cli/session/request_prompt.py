@@ -4,7 +4,6 @@ named."""
 from __future__ import annotations
 
 import json
-from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -17,7 +16,7 @@ from ...tp.model.config import ModelConfig
 from ...tp.weights.tokenizer import Tokenizer
 from .calls import CallForm, Tool, call_grammar
 from .form import syntax_of
-from .prompt import Context, Exchange, Prompt, QuestionForm, encode_behind, line_ends_behind
+from .prompt import Context, Exchange, Prompt, QuestionForm, as_array, encode_behind, line_ends_behind
 from .session import Task
 from .wire import COMPLETION, MAX_WRITTEN_DEPTH, AnswerRequest, BodyError, Message, depth_of
 
@@ -113,7 +112,7 @@ def _checked(name: str, prompt: Prompt, request: AnswerRequest, config: ModelCon
         )  # fmt: skip
     return replace(
         prompt,
-        token_ids=array("i", prompt.token_ids),
+        token_ids=as_array(prompt.token_ids),
         stops=(*request.stops, *prompt.stops),
         grammar=prompt.grammar or request.grammar,
     )
@@ -123,15 +122,15 @@ def _text_prompt(
     name: str, text: str | list[int], context: Context | None, tokenizer: Tokenizer, config: ModelConfig
 ) -> Prompt:
     """The prompt of a completion: a text unchanged, or token ids, after the text of the context."""
-    before = context.token_ids if context else []
+    before = as_array(context.token_ids if context else [])
     if not isinstance(text, str):
         unknown = [token for token in text if not 0 <= token < config.vocab_size]
         if unknown:
             last = config.vocab_size - 1
             raise BodyError(f"{name} has the token {unknown[0]}; the model knows 0 to {last:,}", name)
-        return Prompt([*before, *text])
+        return Prompt(before + as_array(text))
     text = tokenizer.as_content(text)
-    return Prompt([*before, *(encode_behind(text, tokenizer) if before else tokenizer.encode(text, True))])
+    return Prompt(before + as_array(encode_behind(text, tokenizer) if before else tokenizer.encode(text, True)))
 
 
 def _message_prompt(request: AnswerRequest, context: Context | None, tokenizer: Tokenizer) -> Prompt:

@@ -54,7 +54,7 @@ def streamed(pieces, reason="eos"):
 
     async def read():
         stream = MessageStream(job, "tiny", 1.0, lambda error: {})
-        return [one async for one in stream.run(None, given)]
+        return b"".join([some async for some in stream.run(None, given)]).split(b"\n\n")[:-1]
 
     found, blocks = [json.loads(one.split(b"data: ")[1]) for one in asyncio.run(read())], []
     for event in found:

@@ -133,6 +133,8 @@ class Job(_Work):
     """Whether timings are wanted with each piece."""
     wants_progress: bool = False
     """Whether events about the progress of its prefill are wanted."""
+    is_taken: Callable[[], bool] = lambda: True
+    """Returns whether the request has taken all events that were sent."""
     compiled: threading.Event | None = field(default=None, init=False)
     """Set after its grammar is compiled; `None`: compiling has not begun."""
 

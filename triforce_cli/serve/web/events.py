@@ -54,6 +54,10 @@ class Events:
             with suppress(RuntimeError):
                 self._loop.call_soon_threadsafe(self._wake)
 
+    def are_taken(self) -> bool:
+        """Whether no event waits. May be called from any thread."""
+        return not self._waiting
+
     def _add(self, event: Event) -> None:
         key = type(event), event.number if isinstance(event, Piece | Complete | Progress) else 0
         if isinstance(event, Piece):

@@ -90,7 +90,7 @@ class Service:
         request, prompts, delivery = await self._prepare(client, sent, prepare)
         events = Events(self.limits.unread_bytes, hold) if delivery.stream else Events(self.limits.whole_bytes)
         told = delivery.timings_per_token, delivery.return_progress
-        job = Job(client, events.send, request, prompts, *told)
+        job = Job(client, events.send, request, prompts, *told, events.are_taken)
         self._put(job)
         return job, events, delivery
 

@@ -54,31 +54,32 @@ class AnswerStream(ABC):
         self._answers: dict[int, AnswerEnd] = {}
 
     async def run(self, first: Event | None, events: Events) -> AsyncIterator[bytes]:
-        """Yields events until all answers are complete, or until an error, which is then the last event.
+        """Yields events until all answers are complete, or until an error, which is then the last event. Those that are
+        there at the same time are yielded together.
 
         Args:
             first: an event that has arrived already, or `None`.
             events: the other events.
         """
-        for one in self._begin():
-            yield one
+        found = [*self._begin()]
+        if found and first is None:
+            yield b"".join(found)
+            found = []
         event = first or await events.next(self._keep_alive_s)
         while True:
             if isinstance(event, Failed):
-                yield self._error(event.error)
+                yield b"".join([*found, self._error(event.error)])
                 return
             try:
-                found = [*self._events(event)]
+                found += [*self._events(event), *(self._end() if self._is_whole else ())]
             except Exception as error:  # or the stream would break off without a word
-                yield self._error(as_body_error(error))
+                yield b"".join([*found, self._error(as_body_error(error))])
                 return
-            for one in found:
-                yield one
+            if found:
+                yield b"".join(found)
             if self._is_whole:
-                break
-            event = await events.next(self._keep_alive_s)
-        for one in self._end():
-            yield one
+                return
+            found, event = [], await events.next(self._keep_alive_s)
 
     @property
     def new_tokens(self) -> int:

@@ -26,6 +26,7 @@ class TimeLimit:
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
         self._sleeps = self._closed = False
+        self._called = False  # since the thread last looked
         threading.Thread(target=self._watch, name="time limit", daemon=True).start()
 
     def run(self, call: Callable[[], T]) -> T:
@@ -39,6 +40,7 @@ class TimeLimit:
             if self._closed:
                 raise TimeUp  # nobody would watch it
             self._ends[thread] = time.monotonic() + self._seconds
+            self._called = True
             if self._sleeps:
                 self._changed.notify()
         try:
@@ -61,8 +63,10 @@ class TimeLimit:
                 for thread in [one for one, end in self._ends.items() if end <= now]:
                     del self._ends[thread]
                     _interrupt(thread, TimeUp)
-                self._sleeps = not self._ends
-                self._changed.wait(min(self._ends.values()) - now if self._ends else None)
+                # A call that begins from now on ends after this: so it is not waked for each of many short calls.
+                last = now + self._seconds
+                self._sleeps, self._called = not (self._ends or self._called or self._closed), False
+                self._changed.wait(None if self._sleeps else min(self._ends.values(), default=last) - now)
 
 
 def _interrupt(thread: int, error: type[BaseException] | None) -> None:
