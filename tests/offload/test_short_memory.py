@@ -200,7 +200,11 @@ def test_memory_that_runs_out_on_one_of_two_ranks_ends_both_with_the_text_so_far
         for one in (short, other):
             assert one["found"] == one["want"][: len(one["found"])] and len(one["found"]) > one["rounds"], seed
         assert short["kind"] == "CapacityError" and re.search(MEMORY_RAN_OUT, short["error"]), seed
-        assert other["kind"] == "PeerError" and "one of them has ended" in other["error"], seed
+        # When it runs out while caches are filled, the ranks tell each other, unless there is no memory for that either:
+        # the simulator's memory is that of all tensors on the CPU.
+        told = ("CapacityError", f"rank {short['rank']}: {short['error']}")
+        lost = other["kind"] == "PeerError" and "one of them has ended" in other["error"]
+        assert lost or (other["kind"], other["error"]) == told, seed
 
 
 def order_of(report):
@@ -225,7 +229,7 @@ def run_out_on_a_rank(models, chance):
                     simulator.limit, simulator.others = GPU_BYTES, GPU_BYTES - simulator.live - left
         except TriforceError as failure:
             kind, error = type(failure).__name__, str(failure)
-    found = {"short": short, "rounds": rounds, "want": want, "found": run.statistics.token_ids}
+    found = {"rank": place, "short": short, "rounds": rounds, "want": want, "found": run.statistics.token_ids}
     print(json.dumps(found | {"kind": kind, "error": error}), flush=True)
     os._exit(0)  # as a rank ends whose group has lost one
 
