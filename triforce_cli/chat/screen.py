@@ -80,11 +80,12 @@ class Screen:
 
 @contextmanager
 def while_answering() -> Iterator[None]:
-    """Within this context, the terminal does not show typed letters, which would appear in the middle of an answer."""
+    """Within this context, the terminal does not show typed letters, which would appear in the middle of an answer. And
+    Ctrl-C drops nothing of the answer: otherwise, the system drops what the terminal has not taken yet."""
     descriptor = sys.stdin.fileno()
     before = termios.tcgetattr(descriptor)
     wanted = list(before)
-    wanted[3] &= ~termios.ECHO
+    wanted[3] = wanted[3] & ~termios.ECHO | termios.NOFLSH
     termios.tcsetattr(descriptor, termios.TCSADRAIN, wanted)
     try:
         yield

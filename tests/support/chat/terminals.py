@@ -57,6 +57,11 @@ class Terminal:
         return "\n".join(line.rstrip() for line in self.screen.display)
 
     @property
+    def local_mode(self) -> int:
+        """The flags of the terminal's local modes, as in `termios.tcgetattr`."""
+        return termios.tcgetattr(self._ours)[3]
+
+    @property
     def written(self) -> str:
         """What is shown, and the lines before that are no longer on the screen."""
         gone = ("".join(line[x].data for x in range(self.screen.columns)) for line in self.screen.history.top)
