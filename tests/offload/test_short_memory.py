@@ -200,8 +200,8 @@ def test_memory_that_runs_out_on_one_of_two_ranks_ends_both_with_the_text_so_far
         for one in (short, other):
             assert one["found"] == one["want"][: len(one["found"])] and len(one["found"]) > one["rounds"], seed
         assert short["kind"] == "CapacityError" and re.search(MEMORY_RAN_OUT, short["error"]), seed
-        # When it runs out while caches are filled, the ranks tell each other, unless there is no memory for that either:
-        # the simulator's memory is that of all tensors on the CPU.
+        # If it runs out while caches are filled, the ranks tell each other, unless there is no memory for that either:
+        # the simulator counts all tensors on the CPU.
         told = ("CapacityError", f"rank {short['rank']}: {short['error']}")
         lost = other["kind"] == "PeerError" and "one of them has ended" in other["error"]
         assert lost or (other["kind"], other["error"]) == told, seed
