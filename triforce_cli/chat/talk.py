@@ -106,7 +106,7 @@ class Talk:
         """Runs until there are no more questions.
 
         Raises:
-            TriforceError: ranks were lost.
+            TriforceError: ranks were lost, or are still in a round that failed on this rank.
             Stop: a signal ends the conversation, or nobody reads the answers any more.
         """
         if self._questions.interactive:
@@ -120,6 +120,8 @@ class Talk:
             except PeerError:
                 raise
             except TriforceError as error:
+                if self._others_are_in_a_round:
+                    raise
                 print_note(f"error: {error}")
                 self.failed = True
 
@@ -246,13 +248,19 @@ class Talk:
                     event = next(events, None)
             self._signals.raise_pending()
         except Stop as stop:
-            if session.broken and self._engine.target.ranks.size > 1:
+            if self._others_are_in_a_round:
                 raise
             return stop
         finally:
             events.close()
             self._warn(session.warnings(task))
         return None
+
+    @property
+    def _others_are_in_a_round(self) -> bool:
+        """Whether what the engine did last broke off within a round. Other ranks, if there are any, are still in it, so
+        they can do nothing else."""
+        return self._session is not None and self._session.broken and self._engine.target.ranks.size > 1
 
     def _output(self, task: Task, asked: NextTurn) -> AnswerOutput:
         conversation, eos_ids = self._conversation, self._engine.target.config.eos_token_ids

@@ -9,6 +9,7 @@ import pytest
 from command import run_here
 from triforce.cli.app import run
 from triforce.offload.batch.kept import KeptCache
+from triforce.offload.speculation.tiers import Tier
 from triforce.tp.errors import CapacityError
 
 
@@ -59,3 +60,30 @@ def test_several_ranks_go_on_after_a_question_that_memory_does_not_suffice_for(p
         assert code == (0 if os.environ["RANK"] == "1" else 1)
 
     assert len(run_forks(rank, 2, 60).split()) >= 2
+
+
+@pytest.mark.slow
+def test_several_ranks_end_if_memory_runs_out_within_a_round(pair, tmp_path):
+    """The other rank waits inside the round: it cannot take part in the next question."""
+    from spmd import run_forks
+
+    def rank():
+        given, first = Tier.step, os.environ["RANK"] == "0"
+
+        def little(self, sequences, *rest, **named):
+            if first and len(sequences[0].context) > 60:
+                raise CapacityError("memory ran out in this round")
+            return given(self, sequences, *rest, **named)
+
+        Tier.step = little
+        lines = f"Why?\n{'how ' * 40}\nWhere?\n"
+        sys.stdin = io.TextIOWrapper(io.BytesIO(lines.encode()))
+        arguments = "chat", *fixed_for(pair), "--max-new-tokens", 4, "--json", tmp_path / "turns.json"
+        code = run([str(argument) for argument in arguments])
+        print(f"rank {os.environ['RANK']} ended with {code}", flush=True)
+        os._exit(0)
+
+    said = run_forks(rank, 2, 60)
+    assert "rank 0 ended with 1" in said and "rank 1 ended with 69" in said
+    turns = json.loads((tmp_path / "turns.json").read_text())
+    assert turns[0]["question"] == "Why?" and "Where?" not in [turn["question"] for turn in turns]
