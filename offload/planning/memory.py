@@ -96,7 +96,8 @@ def plan_here(
 def shortage_explained(
     device: torch.device, device_memory: Callable[[torch.device], DeviceMemory | None] = device_memory
 ) -> Iterator[None]:
-    """A context that turns PyTorch's out-of-memory errors into an error with the memory taken and the remedies.
+    """A context that turns out-of-memory errors of PyTorch and of compiled kernels into an error with the memory that is
+    taken, and the remedies.
 
     Args: `device_memory`: see `System`.
 
@@ -105,10 +106,12 @@ def shortage_explained(
     """
     try:
         yield
-    except RuntimeError as error:  # a CPU's allocator has no class of its own for it
-        if not isinstance(error, torch.OutOfMemoryError) and "allocate memory" not in str(error):
+    except (RuntimeError, MemoryError) as error:
+        of_host = isinstance(error, MemoryError)
+        # PyTorch's allocator for a CPU has no class of its own for it.
+        if not (of_host or isinstance(error, torch.OutOfMemoryError) or "allocate memory" in str(error)):
             raise
-        found = device_memory(device)
+        found = None if of_host else device_memory(device)
         if found:
             peak = device_peak_bytes(device)
             of_these = f", up to {gib(peak)} by this run" if peak else ""
@@ -118,8 +121,8 @@ def shortage_explained(
                 "--truncate), or free memory"
             ) from error
         raise CapacityError(
-            f"memory ran out: this process took up to {gib(host_peak_bytes())}, and {gib(available_bytes(device))} is "
-            "free now; shorten the prompt (triforce generate: --truncate), lower --budget, or free memory"
+            f"memory ran out: this process took up to {gib(host_peak_bytes())}, and {gib(available_memory())} is free "
+            "now; shorten the prompt (triforce generate: --truncate), lower --budget, or free memory"
         ) from error
 
 

@@ -41,6 +41,8 @@ print(json.dumps([before, host_peak_bytes()]))
 def test_memory_that_runs_out_is_explained():
     with pytest.raises(CapacityError, match="--truncate"), shortage_explained(CPU):
         torch.empty(2**60, dtype=torch.uint8)
+    with pytest.raises(CapacityError, match=r"^memory ran out: .*--truncate"), shortage_explained(CPU):
+        raise MemoryError("no memory for the temporaries of 9 rows")  # as a compiled kernel does
     with pytest.raises(RuntimeError, match="shapes"), shortage_explained(CPU):
         torch.matmul(torch.zeros(2, 3), torch.zeros(2, 3))
 
