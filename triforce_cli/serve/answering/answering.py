@@ -42,11 +42,11 @@ _COUNT_S = 0.1
 kept caches, an update takes 0.12 ms (AMD EPYC, Zen 4)."""
 
 _TAKEN_S = 3e-3
-"""Maximum seconds for which a round waits until first tokens are sent to their clients. They would have to wait for the
-round otherwise, which takes the processor."""
+"""Maximum seconds for which a round waits until the thread that serves HTTP has taken first tokens. Otherwise most of
+them would leave after the round."""
 
 _LOOKS_S = 1e-4
-"""Seconds between two looks whether they are sent."""
+"""Seconds between two looks whether they are taken."""
 
 _EXPLAINED = CapacityError, ContextError, UsageError, BodyError
 """Errors that do not indicate that the engine is broken."""
@@ -92,7 +92,7 @@ class Answering:
         self._written: WeakSet[Task] = WeakSet()  # what the round under way has brought tokens to so far
         self._in_doubt = False  # whether it works
         self._checking = False  # and nothing else begins meanwhile
-        self._firsts: list[Job] = []  # those whose first token may not have been sent to the client yet
+        self._firsts: list[Job] = []  # since the last round: those whose first token was sent
         self._counted_at = 0.0  # when the metrics of link and memory were last updated
 
     def __len__(self) -> int:
@@ -150,6 +150,8 @@ class Answering:
             return
         self._judge(event)
         looks = self._begins_round(event)
+        if looks:
+            self._firsts.clear()
         if event and not event.task.owner.abandoned and not isinstance(event.task.owner, Check):
             if isinstance(event, Written):
                 self._send_piece(event)
@@ -157,8 +159,7 @@ class Answering:
                 self._send_end(event.task)
             else:
                 self._fail(event.task.owner, event.error)
-        if self._firsts and session.run and not any(one.state == "reading" for one in session.run.live):
-            self._let_first_tokens_go()
+        self._let_first_tokens_go(session)
         if looks:
             for task in self._tasks:
                 if task.owner.abandoned:
@@ -297,17 +298,21 @@ class Answering:
         else:
             self._metrics.add_round(event.round)
         logprobs = task.take_logprobs()
-        if event.round.index == 0:
+        if event.round.index == 0 and task.number == 0:  # the first event, for which the request waits
             self._firsts.append(job)
         if event.piece or logprobs:
             job.send(Piece(task.number, event.piece, logprobs, Timings.of(s) if job.timed else None))
 
-    def _let_first_tokens_go(self) -> None:
-        """Leaves the processor to the thread that serves HTTP until it has sent the first tokens."""
-        firsts, self._firsts = self._firsts, []
+    def _let_first_tokens_go(self, session: Session) -> None:
+        """Before a round that takes all cores, leaves them to the thread that serves HTTP, until it has taken the first
+        tokens of the prompts that were read together."""
+        one_cpu, run = self._engine.target.is_on_one_cpu, session.run
+        if not (self._firsts and one_cpu and run) or any(one.state == "reading" for one in run.live):
+            return
         ends = time.monotonic() + _TAKEN_S
-        while time.monotonic() < ends and not all(job.is_taken() for job in firsts):
+        while time.monotonic() < ends and not all(job.is_taken() for job in self._firsts):
             time.sleep(_LOOKS_S)
+        self._firsts.clear()
 
     def _send_end(self, task: Task) -> None:
         """Sends the event that an answer is complete, or that a text is saved."""
