@@ -6,6 +6,8 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from command import TEXT
@@ -310,6 +312,47 @@ def test_an_idle_engine_waits_a_moment_for_requests_that_have_just_arrived(other
     come()
     arrivals.wait()
     assert now == pytest.approx(waited, abs=0.0004)
+
+
+@pytest.mark.parametrize(
+    ("taken_after", "one_cpu", "states", "looks"),
+    [
+        (3, True, ["running", "running"], 3),
+        (3, True, ["running", "reading"], 0),  # the next first token comes before the round
+        (3, False, ["running"], 0),  # a GPU's round leaves the processor to others
+    ],
+)
+def test_a_round_waits_until_first_tokens_are_taken(taken_after, one_cpu, states, looks):
+    looked = 0
+
+    def is_taken():
+        nonlocal looked
+        looked += 1
+        return looked >= taken_after
+
+    answering = answering_with_first_token(is_taken, one_cpu=one_cpu)
+    answering._let_first_tokens_go(fake(run=fake(live=[fake(state=state) for state in states])))
+    assert looked == looks and bool(answering._firsts) == (looks == 0)
+
+
+def test_a_round_does_not_wait_long_for_first_tokens_that_are_not_taken():
+    looks = []
+    answering = answering_with_first_token(lambda: bool(looks.append(1)), one_cpu=True)
+    answering._let_first_tokens_go(fake(run=fake(live=[])))
+    assert not answering._firsts and 0 < len(looks) <= 30
+
+
+def answering_with_first_token(is_taken, *, one_cpu):
+    """One that has sent a first token, which may not be taken yet."""
+    nothing: Any = None
+    options: Any = {"most": 8, "save_prompts": False, "cut_by": lambda: None}
+    found = Answering(fake(target=fake(is_on_one_cpu=one_cpu)), *[nothing] * 5, **options)
+    found._firsts.append(fake(is_taken=is_taken))
+    return found
+
+
+def fake(**named: object) -> Any:
+    return SimpleNamespace(**named)
 
 
 def test_no_request_counts_as_arriving_once_its_prompt_is_made_or_refused(pair):
