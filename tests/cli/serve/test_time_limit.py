@@ -1,7 +1,9 @@
 """Calls that take too long are interrupted, and nothing else is."""
 
+import re
 import threading
 import time
+from pathlib import Path
 
 import pytest
 from triforce.cli.serve.web.time_limit import TimeLimit, TimeUp
@@ -51,6 +53,26 @@ def test_an_error_of_a_call_is_its_own(limit):
     with pytest.raises(ZeroDivisionError):
         limit.run(lambda: 1 / 0)
     time.sleep(0.1)  # nothing is watched any more
+
+
+def test_its_thread_is_not_waked_for_each_of_many_short_calls():
+    before = set(threading.enumerate())
+    limit = TimeLimit(10)
+    (watching,) = set(threading.enumerate()) - before
+
+    def times_waked():
+        status = Path(f"/proc/self/task/{watching.native_id}/status").read_text()
+        found = re.search(r"^voluntary_ctxt_switches:\s+(\d+)", status, re.MULTILINE)
+        assert found
+        return int(found[1])
+
+    time.sleep(0.1)
+    at_first = times_waked()
+    for _ in range(100):
+        limit.run(lambda: None)
+        time.sleep(0.001)
+    assert times_waked() - at_first < 10
+    limit.close()
 
 
 def test_a_closed_limit_ends_its_thread_and_runs_nothing():
