@@ -6,7 +6,7 @@ turn of its conversation can reuse them, beside other running sequences.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Generator, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, wait
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
@@ -17,7 +17,6 @@ import torch
 
 from ...kernels.selection import STEP_ROWS
 from ...tp.errors import CapacityError, PeerError, TriforceError, without_frames
-from ..caches.full import FullCache
 from ..contexts.manifest import ContextError
 from ..graphs.passes import Graphs
 from ..held import Held
@@ -31,6 +30,7 @@ from ..speculation.tiers import Tier
 from ..statistics import Statistics
 from ..system import THIS_MACHINE, System
 from ..transfer.link import Traffic
+from .kept import KnownText
 from .reading import Reading, ReadingError, on_all_ranks, slices_of, slices_together
 from .request import RunOrder
 from .sequence import BatchSequence, Round, kv_bytes_of
@@ -254,11 +254,11 @@ class Run(Iterator[Event]):
         """
         self._open(self.live[0])
 
-    def _open(self, sequence: BatchSequence, alike: Mapping[FullCache, int] | None = None) -> None:
+    def _open(self, sequence: BatchSequence, known: tuple[KnownText | None, int] | None = None) -> None:
         waiting = self._waiting()[: self._most]
         opened = [one for one in self.live if one.active_or_none and one.state != "ended"]
         aside = self._set_aside and self._set_aside.sequence
-        how = {"aside": aside, "alike": alike, "reuse": self._reuse, "on_memory": self._on_memory}
+        how = {"aside": aside, "known": known, "reuse": self._reuse, "on_memory": self._on_memory}
         self._setup.open(sequence, opened, waiting, **how)
         self._reuse = None  # `reuse` concerns earlier runs, so only the first sequence
 
@@ -511,8 +511,8 @@ class Run(Iterator[Event]):
                 continue
             running = len(self._running()) + len(beside) + (aside is not None)
             others = running + len(self._saving())
-            alike = self._setup.compared(sequence) if beside else None
-            if beside and not self._setup.reads_in_one_pass(beside, sequence, alike):
+            known = self._setup.shared_beside(beside, sequence) if beside else None
+            if beside and not known:
                 return None
             if others >= self._most:
                 remedy = "--max-sequences raises this" if self._most < MOST_SEQUENCES else "this is the maximum"
@@ -529,7 +529,7 @@ class Run(Iterator[Event]):
                     "begins when these have ended"
                 )
                 return None
-            if sequence.active_or_none is None and not self._opens(sequence, others, alike):
+            if sequence.active_or_none is None and not self._opens(sequence, others, known):
                 if sequence.state == "waiting":
                     return None  # later sequences wait too, else this one might never begin
                 continue
@@ -555,7 +555,7 @@ class Run(Iterator[Event]):
         if self._on_prefill:
             self._on_prefill(sequence, share)
 
-    def _opens(self, sequence: BatchSequence, others: int, alike: Mapping[FullCache, int] | None) -> bool:
+    def _opens(self, sequence: BatchSequence, others: int, known: tuple[KnownText | None, int] | None) -> bool:
         """Opens a sequence. Returns whether it is open. If memory is too short while `others` run, the sequence waits;
         otherwise it fails. A sequence that was asked to end has ended. All ranks decide alike.
 
@@ -569,7 +569,7 @@ class Run(Iterator[Event]):
         found: Exception | None = None
         try:
             with shortage_explained(self._target.device, self._system.device_memory):
-                self._open(sequence, alike)
+                self._open(sequence, known)
         except PeerError:
             raise
         except Exception as error:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -40,7 +40,7 @@ from ..system import THIS_MACHINE, System
 from ..threads import DecodingThreads
 from ..transfer.link import Traffic
 from .drafting_caches import DraftingCaches
-from .kept import KeptCache, takes_over
+from .kept import KeptCache, KnownText, takes_over
 from .sequence import ActiveSequence, BatchSequence
 
 
@@ -236,7 +236,7 @@ class SequenceSetup:
         waiting: Sequence[BatchSequence],
         *,
         aside: BatchSequence | None = None,
-        alike: Mapping[FullCache, int] | None = None,
+        known: tuple[KnownText | None, int] | None = None,
         reuse: int | None = None,
         on_memory: Callable[[float], None] | None = None,
     ) -> None:
@@ -246,7 +246,7 @@ class SequenceSetup:
             running: the sequences with which it may share tokens.
             waiting: the sequences that are to run together soon, including this one.
             aside: that one of `running` whose prefill goes on after that of this sequence, if there is one.
-            alike: the result of `compared`, if others run; `None`: it is found out here.
+            known: what `shared_beside` has found just now; `None`: it is looked for here.
             reuse: the maximum number of leading tokens to take over from kept caches; `None`: any number.
             on_memory: see `StreamedBlocks`.
 
@@ -276,7 +276,7 @@ class SequenceSetup:
             unallocated = sum(one.active.unallocated_bytes for one in running)
             unallocated += _further_slices_bytes(aside.active) if aside else 0
             request = replace(request, beside=len(running), unallocated_bytes=unallocated)
-            full, plan = self._full_cache(sequence, request, first=False, alike=alike)
+            full, plan = self._full_cache(sequence, request, first=False, known=known)
         sequence.active_or_none = self._activated(sequence, full, plan, matcher)
         models.kept.others.add(sequence.active_or_none)
         sequence.statistics = replace(sequence.statistics, reused_tokens=full.length)
@@ -298,38 +298,35 @@ class SequenceSetup:
         now = max(shared, prefix.tokens if prefix else 0)
         return any(alike.get(one.active.full, 0) > now + _WORTH_WAITING for one in saving)
 
-    def compared(self, sequence: BatchSequence) -> dict[FullCache, int]:
-        """`KeptCache.common_lengths` of the prompt of a sequence that is not opened. It holds until the next round."""
-        return self._models.kept.common_lengths(sequence.context)
+    def reads_in_one_pass(self, opened: Sequence[BatchSequence]) -> bool:
+        """Whether the unread tokens of these opened sequences can be computed in one pass. Each row must be computed as
+        it is by itself, within the planned memory of a prefill."""
+        return self._models.reads_together and self._fit_in_a_pass(opened, 0, 0)
 
-    def reads_in_one_pass(
-        self,
-        opened: Sequence[BatchSequence],
-        further: BatchSequence | None = None,
-        alike: Mapping[FullCache, int] | None = None,
-    ) -> bool:
-        """Whether the unread tokens of these opened sequences, and of a further sequence that may not be opened, can be
-        computed in one pass. Each row must be computed as it is by itself, within the planned memory of a prefill.
+    def shared_beside(
+        self, opened: Sequence[BatchSequence], further: BatchSequence
+    ) -> tuple[KnownText | None, int] | None:
+        """What `KeptCache.find` finds for a further sequence, which is not opened, if its unread tokens can be computed
+        in one pass with those of these opened sequences; otherwise `None`."""
+        prompt, contexts, kept = further.context, further.order.contexts, self._models.kept
+        if not self._models.reads_together or contexts.save is not None:
+            return None
+        alike = kept.common_lengths(prompt)
+        text, shared = kept.find(prompt, alike=alike)
+        if contexts.prefix and contexts.prefix.tokens > shared:
+            return None
+        # It is faster to wait for the tokens that it shares with one of these sequences.
+        if any(alike[one.active.full] > shared + _WORTH_WAITING for one in opened):
+            return None
+        return (text, shared) if self._fit_in_a_pass(opened, len(prompt) - shared, len(prompt)) else None
 
-        Args: `alike` is the result of `compared` for the further sequence; `None`: it is found out here.
-        """
-        if not self._models.reads_together:
-            return False
-        rows = sum(one.unread for one in opened)
+    def _fit_in_a_pass(self, opened: Sequence[BatchSequence], further_rows: int, longest: int) -> bool:
+        """Whether the unread tokens of these sequences, and further rows of prompts of at most `longest` tokens, fit
+        into one pass: nothing must be restored or saved between them, and there is memory for them."""
         if any(one.active.saved and one.active.saved.has_work(one.active.full) for one in opened):
             return False
-        if further:
-            prompt, contexts = further.context, further.order.contexts
-            alike = self.compared(further) if alike is None else alike
-            _, shared = self._models.kept.find(prompt, alike=alike)
-            restored = contexts.prefix.tokens if contexts.prefix else 0
-            if contexts.save is not None or restored > shared:
-                return False
-            # It is faster to wait for the tokens that it shares with one of these sequences.
-            if any(alike[one.active.full] > shared + _WORTH_WAITING for one in opened):
-                return False
-            rows += len(prompt) - shared
-        longest = max(len(one.context) for one in (*opened, *([further] if further else [])))
+        rows = further_rows + sum(one.unread for one in opened)
+        longest = max(longest, *(len(one.context) for one in opened))
         plan, chunks = opened[0].active.plan, longest // self._models.settings.planned_chunk_size
         shares = self.target.part.num_heads * rows * chunks * 4  # bytes of the attention that rows give to chunks
         return rows <= STEP_ROWS and shares <= plan.prefill
@@ -395,7 +392,7 @@ class SequenceSetup:
         request: RunRequest,
         *,
         first: bool,
-        alike: Mapping[FullCache, int] | None = None,
+        known: tuple[KnownText | None, int] | None = None,
         reuse: int | None = None,
         on_memory: Callable[[float], None] | None = None,
     ) -> tuple[FullCache, RunPlan]:
@@ -405,7 +402,7 @@ class SequenceSetup:
 
         Args:
             first: whether no sequence runs.
-            alike, reuse, on_memory: see `open`.
+            known, reuse, on_memory: see `open`.
 
         Raises:
             CapacityError: there is too little memory.
@@ -414,7 +411,7 @@ class SequenceSetup:
         if reuse == 0:
             kept.forget_all()
         whole = contexts.save is not None
-        text, shared = kept.find(prompt, reuse, whole=whole, alike=alike)
+        text, shared = known or kept.find(prompt, reuse, whole=whole)
         if whole and (self.target.part.kept_windows or self.target.part.linear):
             text, shared = None, 0  # it lacks windows and states at the ends of the segments to save
         more = contexts.prefix.tokens - shared if contexts.prefix else 0
