@@ -308,6 +308,7 @@ class KeptCache:
                 cache.move_from(old, shared)
             for holder in builders:
                 holder.prefix = cache
+            del text.full  # as in `_drop`
         self.moved += max(0, resident - held_bytes(cache.blocks.held(), "resident_kv"))
         self._known(cache, prompt)
         return cache, plan if request is asked else self._plan(asked, replaces=self._texts[-1])

@@ -176,6 +176,11 @@ class Run(Iterator[Event]):
                     self._give_back(sequence, self.warnings + sequence.warnings)
 
     @property
+    def first_tokens_follow(self) -> bool:
+        """Whether the next event is the first token of a prompt that was computed in the same pass as others."""
+        return any(not one.sequence.unread for one in self._read_with_it)
+
+    @property
     def broken(self) -> bool:
         """Whether a pass was in progress when the run was interrupted."""
         return self._broken

@@ -246,7 +246,7 @@ class SequenceSetup:
             running: the sequences with which it may share tokens.
             waiting: the sequences that are to run together soon, including this one.
             aside: that one of `running` whose prefill goes on after that of this sequence, if there is one.
-            known: what `shared_beside` has found just now; `None`: it is looked for here.
+            known: what `shared_beside` has found just now, if others run; `None`: it is looked for here.
             reuse: the maximum number of leading tokens to take over from kept caches; `None`: any number.
             on_memory: see `StreamedBlocks`.
 
@@ -309,7 +309,7 @@ class SequenceSetup:
         """What `KeptCache.find` finds for a further sequence, which is not opened, if its unread tokens can be computed
         in one pass with those of these opened sequences; otherwise `None`."""
         prompt, contexts, kept = further.context, further.order.contexts, self._models.kept
-        if not self._models.reads_together or contexts.save is not None:
+        if contexts.save is not None or not self.reads_in_one_pass(opened):
             return None
         alike = kept.common_lengths(prompt)
         text, shared = kept.find(prompt, alike=alike)

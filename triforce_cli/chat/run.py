@@ -37,7 +37,7 @@ def run(
         directories: those of the target and the draft.
 
     Raises:
-        TriforceError: the conversation cannot begin, or ranks were lost.
+        TriforceError: the conversation cannot begin, or ranks were lost; see `Talk.until_the_end`.
         Stop: the conversation was interrupted, but not in an answer on a terminal; its JSON is written.
         typer.Exit: there is no terminal, and not every question was answered.
     """

@@ -81,7 +81,8 @@ class Screen:
 @contextmanager
 def while_answering() -> Iterator[None]:
     """Within this context, the terminal does not show typed letters, which would appear in the middle of an answer. And
-    Ctrl-C drops nothing of the answer: otherwise, the system drops what the terminal has not taken yet."""
+    at Ctrl-C, the system drops neither the text that the terminal has not taken yet, nor what was typed (`drop_typed`).
+    """
     descriptor = sys.stdin.fileno()
     before = termios.tcgetattr(descriptor)
     wanted = list(before)
@@ -91,6 +92,11 @@ def while_answering() -> Iterator[None]:
         yield
     finally:
         termios.tcsetattr(descriptor, termios.TCSADRAIN, before)
+
+
+def drop_typed() -> None:
+    """Drops what was typed and not read yet, as the system does at Ctrl-C outside of `while_answering`."""
+    termios.tcflush(sys.stdin.fileno(), termios.TCIFLUSH)
 
 
 class _Commands(Completer):

@@ -106,7 +106,7 @@ class Talk:
         """Runs until there are no more questions.
 
         Raises:
-            TriforceError: ranks were lost, or are still in a round that failed on this rank.
+            TriforceError: ranks were lost, or may still be in a prefill or a round that failed on this rank.
             Stop: a signal ends the conversation, or nobody reads the answers any more.
         """
         if self._questions.interactive:
@@ -120,7 +120,7 @@ class Talk:
             except PeerError:
                 raise
             except TriforceError as error:
-                if self._others_are_in_a_round:
+                if self._leaves_others_behind:
                     raise
                 print_note(f"error: {error}")
                 self.failed = True
@@ -205,7 +205,7 @@ class Talk:
             except Exception as error:
                 dropped, turns = len(asked.dropped), len(conversation.turns) - bool(asked.attempt)
                 fits_less = isinstance(error, CapacityError) and not task.begun and conversation.trim
-                if not fits_less or dropped >= turns:
+                if not fits_less or dropped >= turns or self._leaves_others_behind:
                     self._write_rest(task, output)
                     raise
                 asked = make(dropped + 1)
@@ -248,7 +248,7 @@ class Talk:
                     event = next(events, None)
             self._signals.raise_pending()
         except Stop as stop:
-            if self._others_are_in_a_round:
+            if self._leaves_others_behind:
                 raise
             return stop
         finally:
@@ -257,9 +257,9 @@ class Talk:
         return None
 
     @property
-    def _others_are_in_a_round(self) -> bool:
-        """Whether what the engine did last broke off within a round. Other ranks, if there are any, are still in it, so
-        they can do nothing else."""
+    def _leaves_others_behind(self) -> bool:
+        """Whether the last prefill or round broke off, and there are other ranks. They may still be in it. Then they
+        cannot take part in anything else."""
         return self._session is not None and self._session.broken and self._engine.target.ranks.size > 1
 
     def _output(self, task: Task, asked: NextTurn) -> AnswerOutput:
@@ -320,6 +320,9 @@ class Talk:
         """Raises a `Stop` that ends the conversation. Ctrl-C at a terminal only ends an answer, and is forgotten."""
         if not self._questions.interactive or stop.exit_code != 128 + signal.SIGINT:
             raise stop
+        from .screen import drop_typed
+
+        drop_typed()
         self._signals.forget_stop()
 
     def _forget_interrupt(self) -> None:

@@ -9,6 +9,7 @@ import pytest
 from command import run_here
 from triforce.cli.app import run
 from triforce.offload.batch.kept import KeptCache
+from triforce.offload.batch.reading import Reading
 from triforce.offload.speculation.tiers import Tier
 from triforce.tp.errors import CapacityError
 
@@ -62,23 +63,26 @@ def test_several_ranks_go_on_after_a_question_that_memory_does_not_suffice_for(p
     assert len(run_forks(rank, 2, 60).split()) >= 2
 
 
+@pytest.mark.parametrize("where", ["prefill", "round"])
 @pytest.mark.slow
-def test_several_ranks_end_if_memory_runs_out_within_a_round(pair, tmp_path):
-    """The other rank waits inside the round: it cannot take part in the next question."""
+def test_several_ranks_end_if_memory_runs_out_within_a_pass(pair, tmp_path, where):
+    """The other rank may wait inside the pass: it cannot take part in the next question, nor in the same one again."""
     from spmd import run_forks
 
     def rank():
-        given, first = Tier.step, os.environ["RANK"] == "0"
+        of_class, name = {"prefill": (Reading, "go_on"), "round": (Tier, "step")}[where]
+        given, first = getattr(of_class, name), os.environ["RANK"] == "0"
 
-        def little(self, sequences, *rest, **named):
-            if first and len(sequences[0].context) > 60:
-                raise CapacityError("memory ran out in this round")
-            return given(self, sequences, *rest, **named)
+        def little(self, *rest, **named):
+            sequence = self.sequence if where == "prefill" else rest[0][0]
+            if first and len(sequence.context) > 60:
+                raise CapacityError("memory ran out in this pass")
+            return given(self, *rest, **named)
 
-        Tier.step = little
+        setattr(of_class, name, little)
         lines = f"Why?\n{'how ' * 40}\nWhere?\n"
         sys.stdin = io.TextIOWrapper(io.BytesIO(lines.encode()))
-        arguments = "chat", *fixed_for(pair), "--max-new-tokens", 4, "--json", tmp_path / "turns.json"
+        arguments = "chat", *fixed_for(pair), "--trim", "--max-new-tokens", 4, "--json", tmp_path / "turns.json"
         code = run([str(argument) for argument in arguments])
         print(f"rank {os.environ['RANK']} ended with {code}", flush=True)
         os._exit(0)

@@ -103,15 +103,18 @@ def test_ctrl_c_ends_an_answer_and_keeps_it(terminal, tmp_path, columns, rows):
     assert text in written
 
 
-def test_ctrl_c_drops_nothing_that_the_terminal_has_not_taken_yet(terminal):
+def test_ctrl_c_drops_what_was_typed_and_nothing_that_the_terminal_has_not_taken_yet(terminal):
     chat = terminal(new=980)
     assert not chat.local_mode & termios.NOFLSH
     chat.type("Why?\r")
     chat.read_until(ANSWERED.format("Why"))
     assert chat.local_mode & termios.NOFLSH
-    chat.type("\x03")
+    chat.type("stop it\r\x03")
     chat.read_until(READY)
     assert not chat.local_mode & termios.NOFLSH
+    chat.type("How?\r")
+    chat.read_until(ANSWERED.format("How"))
+    assert "stop it" not in chat.written, "what was typed before Ctrl-C is dropped"
 
 
 @pytest.mark.slow

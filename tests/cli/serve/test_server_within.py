@@ -315,40 +315,38 @@ def test_an_idle_engine_waits_a_moment_for_requests_that_have_just_arrived(other
 
 
 @pytest.mark.parametrize(
-    ("taken_after", "one_cpu", "states", "looks"),
+    ("follows", "abandoned", "running", "looks"),
     [
-        (3, True, ["running", "running"], 3),
-        (3, True, ["running", "reading"], 0),  # the next first token comes before the round
-        (3, False, ["running"], 0),  # a GPU's round leaves the processor to others
+        (False, False, 2, 3),
+        (True, False, 2, 0),  # another first token comes before the round
+        (False, True, 2, 0),  # nobody takes it
+        (False, False, 0, 0),  # no round follows
     ],
 )
-def test_a_round_waits_until_first_tokens_are_taken(taken_after, one_cpu, states, looks):
-    looked = 0
-
-    def is_taken():
-        nonlocal looked
-        looked += 1
-        return looked >= taken_after
-
-    answering = answering_with_first_token(is_taken, one_cpu=one_cpu)
-    answering._let_first_tokens_go(fake(run=fake(live=[fake(state=state) for state in states])))
-    assert looked == looks and bool(answering._firsts) == (looks == 0)
+def test_a_round_waits_until_first_tokens_are_taken(follows, abandoned, running, looks):
+    looked = []
+    answering, job = answering_with_first_token(lambda: len(looked.append(1) or looked) >= 3, running)
+    job.abandoned = abandoned
+    answering._let_first_tokens_go(fake(run=fake(first_tokens_follow=follows)))
+    assert len(looked) == looks and bool(answering._firsts) == follows
 
 
 def test_a_round_does_not_wait_long_for_first_tokens_that_are_not_taken():
-    looks = []
-    answering = answering_with_first_token(lambda: bool(looks.append(1)), one_cpu=True)
-    answering._let_first_tokens_go(fake(run=fake(live=[])))
-    assert not answering._firsts and 0 < len(looks) <= 30
+    looked = []
+    answering, _job = answering_with_first_token(lambda: bool(looked.append(1)), 1)
+    answering._let_first_tokens_go(fake(run=None))
+    assert not answering._firsts and 0 < len(looked) <= 30
 
 
-def answering_with_first_token(is_taken, *, one_cpu):
-    """One that has sent a first token, which may not be taken yet."""
+def answering_with_first_token(is_taken, running):
+    """One that writes so many answers, and a job whose first token it has sent."""
     nothing: Any = None
     options: Any = {"most": 8, "save_prompts": False, "cut_by": lambda: None}
-    found = Answering(fake(target=fake(is_on_one_cpu=one_cpu)), *[nothing] * 5, **options)
-    found._firsts.append(fake(is_taken=is_taken))
-    return found
+    found = Answering(*[nothing] * 6, **options)
+    found._session = fake(tasks=dict.fromkeys(range(running)))
+    job = jobs.Job("one", lambda event: None, nothing, (), is_taken=is_taken)
+    found._firsts.add(job)
+    return found, job
 
 
 def fake(**named: object) -> Any:

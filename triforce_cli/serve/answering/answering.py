@@ -92,7 +92,7 @@ class Answering:
         self._written: WeakSet[Task] = WeakSet()  # what the round under way has brought tokens to so far
         self._in_doubt = False  # whether it works
         self._checking = False  # and nothing else begins meanwhile
-        self._firsts: list[Job] = []  # since the last round: those whose first token was sent
+        self._firsts: WeakSet[Job] = WeakSet()  # since the last round: those whose first token may not be taken yet
         self._counted_at = 0.0  # when the metrics of link and memory were last updated
 
     def __len__(self) -> int:
@@ -298,19 +298,20 @@ class Answering:
         else:
             self._metrics.add_round(event.round)
         logprobs = task.take_logprobs()
-        if event.round.index == 0 and task.number == 0:  # the first event, for which the request waits
-            self._firsts.append(job)
+        if event.round.index == 0 and self._engine.target.is_on_one_cpu:
+            self._firsts.add(job)
         if event.piece or logprobs:
             job.send(Piece(task.number, event.piece, logprobs, Timings.of(s) if job.timed else None))
 
     def _let_first_tokens_go(self, session: Session) -> None:
-        """Before a round that takes all cores, leaves them to the thread that serves HTTP, until it has taken the first
-        tokens of the prompts that were read together."""
-        one_cpu, run = self._engine.target.is_on_one_cpu, session.run
-        if not (self._firsts and one_cpu and run) or any(one.state == "reading" for one in run.live):
+        """Before a round that takes all cores, leaves them for a moment to the thread that serves HTTP, so that most of
+        the first tokens of prompts that were read together leave before it."""
+        if not self._firsts or (session.run and session.run.first_tokens_follow):
             return
         ends = time.monotonic() + _TAKEN_S
-        while time.monotonic() < ends and not all(job.is_taken() for job in self._firsts):
+        while self._tasks and time.monotonic() < ends:  # without any, no round follows
+            if all(job.abandoned or job.is_taken() for job in self._firsts):
+                break
             time.sleep(_LOOKS_S)
         self._firsts.clear()
 

@@ -90,7 +90,9 @@ class Service:
         request, prompts, delivery = await self._prepare(client, sent, prepare)
         events = Events(self.limits.unread_bytes, hold) if delivery.stream else Events(self.limits.whole_bytes)
         told = delivery.timings_per_token, delivery.return_progress
-        job = Job(client, events.send, request, prompts, *told, events.are_taken)
+        job = Job(client, events.send, request, prompts, *told)
+        if delivery.stream and not delivery.return_progress:
+            job.is_taken = events.are_taken
         self._put(job)
         return job, events, delivery
 

@@ -71,7 +71,8 @@ class AnswerStream(ABC):
                 yield b"".join([*found, self._error(event.error)])
                 return
             try:
-                found += [*self._events(event), *(self._end() if self._is_whole else ())]
+                found += [*self._events(event)]
+                found += [*(self._end() if self._is_whole else ())]
             except Exception as error:  # or the stream would break off without a word
                 yield b"".join([*found, self._error(as_body_error(error))])
                 return
