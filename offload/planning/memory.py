@@ -96,8 +96,8 @@ def plan_here(
 def shortage_explained(
     device: torch.device, device_memory: Callable[[torch.device], DeviceMemory | None] = device_memory
 ) -> Iterator[None]:
-    """A context that turns out-of-memory errors of PyTorch and each `MemoryError`, as kernels raise it, into an error with
-    the memory taken and the remedies.
+    """A context that turns out-of-memory errors of PyTorch and each `MemoryError`, which kernels raise, into an error
+    with the memory taken and the remedies.
 
     Args: `device_memory`: see `System`.
 
