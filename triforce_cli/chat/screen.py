@@ -79,24 +79,26 @@ class Screen:
 
 
 @contextmanager
-def while_answering() -> Iterator[None]:
+def while_answering(signals: Signals) -> Iterator[None]:
     """Within this context, the terminal does not show typed letters, which would appear in the middle of an answer. And
-    at Ctrl-C, the system drops neither the text that the terminal has not taken yet, nor what was typed (`drop_typed`).
-    """
+    at Ctrl-C, the system does not drop the text that the terminal has not taken yet. What was typed before Ctrl-C is
+    dropped as usual, but here instead of in the system."""
     descriptor = sys.stdin.fileno()
     before = termios.tcgetattr(descriptor)
     wanted = list(before)
     wanted[3] = wanted[3] & ~termios.ECHO | termios.NOFLSH
     termios.tcsetattr(descriptor, termios.TCSADRAIN, wanted)
+
+    def drop_typed() -> None:
+        with suppress(termios.error):  # the terminal has gone
+            termios.tcflush(descriptor, termios.TCIFLUSH)
+
+    signals.on_ctrl_c = drop_typed
     try:
         yield
     finally:
+        signals.on_ctrl_c = None
         termios.tcsetattr(descriptor, termios.TCSADRAIN, before)
-
-
-def drop_typed() -> None:
-    """Drops what was typed and not read yet, as the system does at Ctrl-C outside of `while_answering`."""
-    termios.tcflush(sys.stdin.fileno(), termios.TCIFLUSH)
 
 
 class _Commands(Completer):

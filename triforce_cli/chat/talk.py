@@ -312,7 +312,7 @@ class Talk:
         if self._questions.interactive:
             from .screen import while_answering
 
-            keys = while_answering()
+            keys = while_answering(self._signals)
         with keys, progress as shown:
             yield shown
 
@@ -320,9 +320,6 @@ class Talk:
         """Raises a `Stop` that ends the conversation. Ctrl-C at a terminal only ends an answer, and is forgotten."""
         if not self._questions.interactive or stop.exit_code != 128 + signal.SIGINT:
             raise stop
-        from .screen import drop_typed
-
-        drop_typed()
         self._signals.forget_stop()
 
     def _forget_interrupt(self) -> None:

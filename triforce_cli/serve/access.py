@@ -128,7 +128,7 @@ def client_at(address: tuple[str, int] | None) -> str:
 
 @lru_cache(maxsize=1024)
 def _client(host: str) -> str:
-    """`client_at` for an address without its zone. Cached, because each request asks for it twice."""
+    """`client_at` for an address without its zone. Cached, as each connection and most requests ask for it."""
     if not _is_address(host):
         return host
     found = ipaddress.ip_address(host)

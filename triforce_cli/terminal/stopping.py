@@ -70,6 +70,8 @@ class Signals:
         self._last_at = float("-inf")
         self.taken = 0
         """How often an interrupt was handled so that the process continued."""
+        self.on_ctrl_c: Callable[[], object] | None = None
+        """Called as soon as SIGINT comes, even if it is delayed."""
         self._previous: dict[int, object] = {}
 
     def __enter__(self) -> Self:
@@ -169,6 +171,8 @@ class Signals:
         self._delayed = True
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGINT and self.on_ctrl_c:
+            self.on_ctrl_c()
         before, self._last_at = self._last_at, self._clock()
         if self._last_at - before < REPEAT_S:
             return

@@ -46,17 +46,24 @@ class Given:
         return self.events.pop(0)
 
 
-def streamed(pieces, reason="eos"):
-    """The blocks of a stream, and its last events but one."""
+def sent(pieces, reason="eos", *, first_is_there=False):
+    """What a stream sends at a time."""
     job = Job("me", lambda _: None, REQUEST, [Prompt([1] * 7, syntax=SYNTAX)])
     events = [*(Piece(0, piece) for piece in pieces), Complete(0, AnswerEnd(reason, None, 5, TIMINGS))]
+    first = events.pop(0) if first_is_there else None
     given: Any = Given(events)
 
     async def read():
         stream = MessageStream(job, "tiny", 1.0, lambda error: {})
-        return b"".join([some async for some in stream.run(None, given)]).split(b"\n\n")[:-1]
+        return [some async for some in stream.run(first, given)]
 
-    found, blocks = [json.loads(one.split(b"data: ")[1]) for one in asyncio.run(read())], []
+    return asyncio.run(read())
+
+
+def streamed(pieces, reason="eos"):
+    """The blocks of a stream, and its last events but one."""
+    each = b"".join(sent(pieces, reason)).split(b"\n\n")[:-1]
+    found, blocks = [json.loads(one.split(b"data: ")[1]) for one in each], []
     for event in found:
         if event["type"] == "content_block_start":
             assert event["index"] == len(blocks)
@@ -64,6 +71,16 @@ def streamed(pieces, reason="eos"):
         elif event["type"] == "content_block_delta" and (field := FIELDS.get(event["delta"]["type"])):
             blocks[event["index"]][field] += event["delta"][field]
     return blocks, found[-2]
+
+
+def test_what_one_event_of_the_engine_makes_is_sent_at_once():
+    def types(some):
+        return [line.removeprefix(b"event: ").decode() for line in some.splitlines() if line.startswith(b"event: ")]
+
+    begin, text, end = ["message_start"], ["content_block_start", "content_block_delta"], ["content_block_stop"]
+    end += ["message_delta", "message_stop"]
+    assert [types(some) for some in sent(["So."])] == [begin, text, end]
+    assert [types(some) for some in sent(["So.", " Yes."], first_is_there=True)] == [begin + text, text[1:], end]
 
 
 def test_blocks_stand_in_the_order_in_which_they_were_written():

@@ -325,28 +325,29 @@ def test_an_idle_engine_waits_a_moment_for_requests_that_have_just_arrived(other
 )
 def test_a_round_waits_until_first_tokens_are_taken(follows, abandoned, running, looks):
     looked = []
-    answering, job = answering_with_first_token(lambda: len(looked.append(1) or looked) >= 3, running)
+    answering, job, _ = answering_with_first_token(lambda: len(looked.append(1) or looked) >= 3, running)
     job.abandoned = abandoned
     answering._let_first_tokens_go(fake(run=fake(first_tokens_follow=follows)))
     assert len(looked) == looks and bool(answering._firsts) == follows
 
 
 def test_a_round_does_not_wait_long_for_first_tokens_that_are_not_taken():
-    looked = []
-    answering, _job = answering_with_first_token(lambda: bool(looked.append(1)), 1)
+    answering, _job, waited = answering_with_first_token(lambda: False, 1)
     answering._let_first_tokens_go(fake(run=None))
-    assert not answering._firsts and 0 < len(looked) <= 30
+    assert not answering._firsts and sum(waited) == pytest.approx(0.003, abs=0.0003)
 
 
 def answering_with_first_token(is_taken, running):
-    """One that writes so many answers, and a job whose first token it has sent."""
+    """One that writes so many answers, a job whose first token it has sent, and the seconds for which it waits."""
     nothing: Any = None
+    waited: list[float] = []
+    arrivals = Arrivals(lambda: sum(waited), waited.append)
     options: Any = {"most": 8, "save_prompts": False, "cut_by": lambda: None}
-    found = Answering(*[nothing] * 6, **options)
+    found = Answering(nothing, nothing, nothing, arrivals, nothing, nothing, **options)
     found._session = fake(tasks=dict.fromkeys(range(running)))
     job = jobs.Job("one", lambda event: None, nothing, (), is_taken=is_taken)
     found._firsts.add(job)
-    return found, job
+    return found, job, waited
 
 
 def fake(**named: object) -> Any:

@@ -73,6 +73,21 @@ def request_of(directory, **changes):
     return replace(RunRequest(config, None, torch.float32, 1000, Settings(tiers=1)), **changes)
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"beside": 2, "unallocated_bytes": 2**20, "shared": 512},
+        {"sequences": 4, "host_bytes": 2**33},
+        {"context": 6000, "gpu_bytes": 2**30, "gpu_total_bytes": 2**31, "host_bytes": 2**33},
+    ],
+)
+def test_a_plan_for_blocks_that_are_placed_as_planned_is_the_same_plan(tmp_path, changes):
+    """A cache that is kept goes on with the plan of a new one, if both are placed alike."""
+    plan = make_plan(request_of(tmp_path, **changes))
+    assert make_plan(plan.request, plan.placement) == plan
+
+
 def test_what_other_processes_have_of_a_gpu_is_said(tmp_path):
     request = request_of(tmp_path, gpu_bytes=2**29, gpu_total_bytes=2**30)
     with pytest.raises(CapacityError, match=r"0\.50 GiB is available \(other processes have 0\.50 GiB\); .*would|fre"):

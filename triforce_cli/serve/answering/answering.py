@@ -45,9 +45,6 @@ _TAKEN_S = 3e-3
 """Maximum seconds for which a round waits until the thread that serves HTTP has taken first tokens. Otherwise most of
 them would leave after the round."""
 
-_LOOKS_S = 1e-4
-"""Seconds between two looks whether they are taken."""
-
 _EXPLAINED = CapacityError, ContextError, UsageError, BodyError
 """Errors that do not indicate that the engine is broken."""
 
@@ -308,11 +305,9 @@ class Answering:
         the first tokens of prompts that were read together leave before it."""
         if not self._firsts or (session.run and session.run.first_tokens_follow):
             return
-        ends = time.monotonic() + _TAKEN_S
-        while self._tasks and time.monotonic() < ends:  # without any, no round follows
-            if all(job.abandoned or job.is_taken() for job in self._firsts):
-                break
-            time.sleep(_LOOKS_S)
+        if self._tasks:  # otherwise no round follows
+            taken = lambda: all(job.abandoned or job.is_taken() for job in self._firsts)  # noqa: E731
+            self._arrivals.wait_until(taken, most_s=_TAKEN_S)
         self._firsts.clear()
 
     def _send_end(self, task: Task) -> None:

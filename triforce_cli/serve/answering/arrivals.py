@@ -13,7 +13,7 @@ _NEW_S = 0.03
 """For so many seconds an arrived request is waited for. It also limits how long the first one in the queue waits."""
 
 _LOOKS_S = 0.0002
-"""Seconds between two looks whether they are in the queue."""
+"""Seconds between two looks, see `Arrivals.wait_until`."""
 
 
 class Arrivals:
@@ -38,6 +38,12 @@ class Arrivals:
 
     def wait(self) -> None:
         """Waits until all requests that have arrived just now are in the queue."""
-        ends = self._clock() + _NEW_S
-        while (now := self._clock()) < ends and any(now - since < _NEW_S for since in list(self._since.values())):
+        self.wait_until(
+            lambda: all(self._clock() - since >= _NEW_S for since in list(self._since.values())), most_s=_NEW_S
+        )
+
+    def wait_until(self, done: Callable[[], bool], *, most_s: float) -> None:
+        """Looks now and then whether something is done, for at most so many seconds."""
+        ends = self._clock() + most_s
+        while self._clock() < ends and not done():
             self._sleep(_LOOKS_S)

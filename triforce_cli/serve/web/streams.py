@@ -54,8 +54,8 @@ class AnswerStream(ABC):
         self._answers: dict[int, AnswerEnd] = {}
 
     async def run(self, first: Event | None, events: Events) -> AsyncIterator[bytes]:
-        """Yields events until all answers are complete, or until an error, which is then the last event. Those that are
-        there at the same time are yielded together.
+        """Yields events until all answers are complete, or until an error, which is then the last event. Those that
+        belong to one event of the engine are yielded together.
 
         Args:
             first: an event that has arrived already, or `None`.
