@@ -47,9 +47,9 @@ def checked_prompt(prompt_ids: Sequence[int] | Tensor, config: ModelConfig, max_
     if max_new_tokens < 1:
         raise UsageError(f"max-new-tokens is {max_new_tokens}; it must be 1 or more")
     check_context(config, len(ids), max_new_tokens)
-    if isinstance(prompt_ids, array) and prompt_ids.typecode == "i":
-        return prompt_ids[:]
-    return array("i", ids.astype(np.intc).tobytes())
+    found = array("i")
+    found.frombytes(np.ascontiguousarray(ids, np.intc).view(np.uint8))
+    return found
 
 
 def check_context(config: ModelConfig, prompt_tokens: int, max_new_tokens: int) -> None:

@@ -96,6 +96,10 @@ class KnownText:
         return holders[holders.index(other.full) + 1].start if self.builds_on(other) else 0
 
 
+Shared = tuple[KnownText | None, int]
+"""The text from whose cache tokens are taken over, and their number; `None` and 0 if there is none."""
+
+
 class KeptCache:
     """All full caches, with the tokens whose keys and values they hold.
 
@@ -170,7 +174,7 @@ class KeptCache:
         *,
         whole: bool = False,
         alike: Mapping[FullCache, int] | None = None,
-    ) -> tuple[KnownText | None, int]:
+    ) -> Shared:
         """The text from whose cache a run may take over the most tokens of a prompt, and the number of these tokens.
         Among equals, it is a text in use, as sharing it costs no memory; else the text with the shortest cache.
 

@@ -30,7 +30,7 @@ from ..speculation.tiers import Tier
 from ..statistics import Statistics
 from ..system import THIS_MACHINE, System
 from ..transfer.link import Traffic
-from .kept import KnownText
+from .kept import Shared
 from .reading import Reading, ReadingError, on_all_ranks, slices_of, slices_together
 from .request import RunOrder
 from .sequence import BatchSequence, Round, kv_bytes_of
@@ -259,12 +259,13 @@ class Run(Iterator[Event]):
         """
         self._open(self.live[0])
 
-    def _open(self, sequence: BatchSequence, known: tuple[KnownText | None, int] | None = None) -> None:
+    def _open(self, sequence: BatchSequence, known: Shared | None = None) -> None:
         waiting = self._waiting()[: self._most]
         opened = [one for one in self.live if one.active_or_none and one.state != "ended"]
         aside = self._set_aside and self._set_aside.sequence
-        how = {"aside": aside, "known": known, "reuse": self._reuse, "on_memory": self._on_memory}
-        self._setup.open(sequence, opened, waiting, **how)
+        self._setup.open(
+            sequence, opened, waiting, aside=aside, known=known, reuse=self._reuse, on_memory=self._on_memory
+        )
         self._reuse = None  # `reuse` concerns earlier runs, so only the first sequence
 
     def _running(self) -> list[BatchSequence]:
@@ -560,7 +561,7 @@ class Run(Iterator[Event]):
         if self._on_prefill:
             self._on_prefill(sequence, share)
 
-    def _opens(self, sequence: BatchSequence, others: int, known: tuple[KnownText | None, int] | None) -> bool:
+    def _opens(self, sequence: BatchSequence, others: int, known: Shared | None) -> bool:
         """Opens a sequence. Returns whether it is open. If memory is too short while `others` run, the sequence waits;
         otherwise it fails. A sequence that was asked to end has ended. All ranks decide alike.
 

@@ -40,7 +40,7 @@ from ..system import THIS_MACHINE, System
 from ..threads import DecodingThreads
 from ..transfer.link import Traffic
 from .drafting_caches import DraftingCaches
-from .kept import KeptCache, KnownText, takes_over
+from .kept import KeptCache, Shared, takes_over
 from .sequence import ActiveSequence, BatchSequence
 
 
@@ -236,7 +236,7 @@ class SequenceSetup:
         waiting: Sequence[BatchSequence],
         *,
         aside: BatchSequence | None = None,
-        known: tuple[KnownText | None, int] | None = None,
+        known: Shared | None = None,
         reuse: int | None = None,
         on_memory: Callable[[float], None] | None = None,
     ) -> None:
@@ -303,9 +303,7 @@ class SequenceSetup:
         it is by itself, within the planned memory of a prefill."""
         return self._models.reads_together and self._fit_in_a_pass(opened, 0, 0)
 
-    def shared_beside(
-        self, opened: Sequence[BatchSequence], further: BatchSequence
-    ) -> tuple[KnownText | None, int] | None:
+    def shared_beside(self, opened: Sequence[BatchSequence], further: BatchSequence) -> Shared | None:
         """What `KeptCache.find` finds for a further sequence, which is not opened, if its unread tokens can be computed
         in one pass with those of these opened sequences; otherwise `None`."""
         prompt, contexts, kept = further.context, further.order.contexts, self._models.kept
@@ -392,7 +390,7 @@ class SequenceSetup:
         request: RunRequest,
         *,
         first: bool,
-        known: tuple[KnownText | None, int] | None = None,
+        known: Shared | None = None,
         reuse: int | None = None,
         on_memory: Callable[[float], None] | None = None,
     ) -> tuple[FullCache, RunPlan]:

@@ -72,7 +72,8 @@ class AnswerStream(ABC):
                 return
             try:
                 found += [*self._events(event)]
-                found += [*(self._end() if self._is_whole else ())]
+                if self._is_whole:
+                    found += [*self._end()]
             except Exception as error:  # or the stream would break off without a word
                 yield b"".join([*found, self._error(as_body_error(error))])
                 return
