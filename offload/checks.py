@@ -47,9 +47,7 @@ def checked_prompt(prompt_ids: Sequence[int] | Tensor, config: ModelConfig, max_
     if max_new_tokens < 1:
         raise UsageError(f"max-new-tokens is {max_new_tokens}; it must be 1 or more")
     check_context(config, len(ids), max_new_tokens)
-    found = array("i")
-    found.frombytes(np.ascontiguousarray(ids, np.intc).view(np.uint8))
-    return found
+    return array("i", np.ascontiguousarray(ids, np.intc).tobytes())
 
 
 def check_context(config: ModelConfig, prompt_tokens: int, max_new_tokens: int) -> None:
