@@ -14,8 +14,6 @@ from functools import cached_property
 from pathlib import Path
 from weakref import WeakKeyDictionary, WeakSet
 
-import numpy as np
-
 from ...tp.decoder import Decoder
 from ...tp.errors import CapacityError
 from ..caches.full import RECENT_ROWS, FullCache
@@ -85,15 +83,17 @@ class KnownText:
     in_use: bool = True
     """Whether the text's sequence has not ended."""
 
-    def builds_on(self, other: KnownText) -> bool:
-        """Whether the first tokens of this text are in the other text's cache."""
-        return other.full in self.full.holders[:-1]
-
     def start_behind(self, other: KnownText) -> int:
         """The position up to which this text takes its tokens from the other text's cache or from that cache's prefix;
         0 if it takes none."""
-        holders = self.full.holders
-        return holders[holders.index(other.full) + 1].start if self.builds_on(other) else 0
+        holder = self.full
+        while holder.prefix and holder.prefix is not other.full:
+            holder = holder.prefix
+        return holder.start if holder.prefix else 0
+
+    def builds_on(self, other: KnownText) -> bool:
+        """Whether the first tokens of this text are in the other text's cache."""
+        return self.start_behind(other) > 0
 
 
 Shared = tuple[KnownText | None, int]
@@ -202,12 +202,13 @@ class KeptCache:
         that several texts share are compared once."""
         found: dict[FullCache, int] = {}
         compared: dict[FullCache, tuple[int, int]] = {}  # by cache: how many tokens were compared, how many are equal
+        likely = 0  # most texts differ from a prompt where others do
         for text in self._texts:
             prefix, start = text.full.prefix, text.full.start
             known, alike = compared.get(prefix, (0, 0)) if prefix else (0, 0)
             known = min(known, start)
             if alike >= known:
-                alike = common_length(text.tokens, prompt, known)
+                alike = likely = common_length(text.tokens, prompt, known, likely)
             found[text.full] = alike
             compared[text.full] = len(text.tokens), alike
             if prefix and known < start:
@@ -269,10 +270,7 @@ class KeptCache:
         if text and old and same and old.capacity >= request.context:
             going_on = self._going_on(old, plan)
             if going_on:
-                self._retire(text, shared)
-                with self._taking(text):
-                    old.rollback(shared)
-                return self._known(old, prompt), going_on
+                return self.take_over(prompt, text, shared), going_on
             resident = held_bytes(old.blocks.held(), "resident_kv")
         if old and old.prefix:
             with suppress(CapacityError):
@@ -316,6 +314,14 @@ class KeptCache:
         self.moved += max(0, resident - held_bytes(cache.blocks.held(), "resident_kv"))
         self._known(cache, prompt)
         return cache, plan if request is asked else self._plan(asked, replaces=self._texts[-1])
+
+    def take_over(self, prompt: array[int], text: KnownText, shared: int) -> FullCache:
+        """Returns the cache of an ended text as it is, with the first `shared` tokens of a prompt. The text is
+        forgotten."""
+        self._retire(text, shared)
+        with self._taking(text):
+            text.full.rollback(shared)
+        return self._known(text.full, prompt)
 
     def beside(
         self,
@@ -747,26 +753,26 @@ def takes_over(text: KnownText | None, shared: int) -> bool:
     return text is not None and 2 * shared >= text.full.length
 
 
-_FEW, _MANY = 16, 1024
-"""The first tokens are compared one by one, this many of them. Then so many are compared together, and four times as
-many each further time."""
+def common_length(some: array[int], others: array[int], known: int = 0, likely: int = 0) -> int:
+    """The number of leading tokens that both have in common.
 
-
-def common_length(some: array[int], others: array[int], known: int = 0) -> int:
-    """The number of leading tokens that both have in common. The first `known` tokens are known to be equal."""
-    shortest = min(len(some), len(others))
-    start = min(known + _FEW, shortest)
-    for position in range(known, start):
-        if some[position] != others[position]:
-            return position
-    ours, theirs, size = np.asarray(some), np.asarray(others), _MANY
-    while start < shortest:
-        stop = min(start + size, shortest)
-        differ = ours[start:stop] != theirs[start:stop]
-        if differ.any():
-            return start + int(differ.argmax())
-        start, size = stop, 4 * size
-    return shortest
+    Args:
+        known: so many leading tokens are known to be equal.
+        likely: so many probably are. They are compared first.
+    """
+    shortest, size = min(len(some), len(others)), 1
+    start, stop = known, min(max(known, likely), shortest)
+    while some[start:stop] == others[start:stop]:
+        if stop == shortest:
+            return shortest
+        start, stop, size = stop, min(stop + size, shortest), 8 * size
+    while stop - start > 1:  # they differ in there
+        middle = (start + stop) // 2
+        if some[start:middle] == others[start:middle]:
+            start = middle
+        else:
+            stop = middle
+    return start
 
 
 def reusable(prompt: Sequence[int]) -> int:

@@ -62,8 +62,8 @@ class ActiveSequence(TokenSequence):
     """Refreshes the retrieval cache, if there is one."""
     saved: ContextUse | None
     """The saved contexts that the sequence starts from and saves, if any."""
-    identity: dict[str, Any]
-    """The part of the sequence's JSON (`BatchSequence.document`) that is known before the prefill."""
+    identity: Callable[[], dict[str, Any]]
+    """Returns the part of the sequence's JSON (`BatchSequence.document`) that is known before the prefill."""
     traffic_before: Traffic = field(default_factory=Traffic)
     """The traffic over the link and the disk when decoding began."""
     read_before: ReadCounter = field(default_factory=ReadCounter)
@@ -251,7 +251,7 @@ class BatchSequence:
         """
         if self.active_or_none is None:
             return self._document or {"error": self.error, "new_tokens": 0, "token_ids": []}
-        full, identity, saved = self.active_or_none.full, self.active_or_none.identity, self.saved
+        full, identity, saved = self.active_or_none.full, self.active_or_none.identity(), self.saved
         statistics = replace(
             self.statistics,
             kv_bytes=full.length * full.token_bytes * identity["world_size"],

@@ -3,7 +3,9 @@ and whatever fails, nobody goes on from what is half there."""
 
 import errno
 import itertools
+import random
 import threading
+from array import array
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +15,7 @@ import torch
 from hooked_disk import HookedDisk
 from tiny import random_tokens, save_llama
 from triforce.offload import ContextRequest, ContextStore, Ended, Engine, Progress, Request, Sampling, Tokens
-from triforce.offload.batch.kept import KeptCache, _Taken
+from triforce.offload.batch.kept import KeptCache, _Taken, common_length
 from triforce.offload.caches.full import FullCache
 from triforce.offload.held import bytes_by_part
 from triforce.offload.limits import Limits, ProcessMemory
@@ -199,7 +201,7 @@ def test_a_longer_turn_finds_memory_though_its_text_builds_on_another(models):
 
 def test_memory_of_a_text_that_is_forgotten_comes_back_with_who_builds_on_it(models):
     engine = limited(models, 1610, 6, besides=40)
-    kept, prompts = engine._kept, [[*BOOK, *QUESTIONS[tag]] for tag in "ab"]
+    kept, prompts = engine._kept, [array("i", [*BOOK, *QUESTIONS[tag]]) for tag in "ab"]
     first, _ = kept.prepare(prompts[0], engine._models.request(len(prompts[0]) + 8))
     first._filled = [len(prompts[0])] * first.config.num_layers  # as if it were read
     text, shared = kept.find(prompts[1])
@@ -375,7 +377,7 @@ def test_what_prompts_have_in_common_with_texts_is_that_of_their_tokens(models):
             kept.forget(text.tokens)
             assert any(one.full.prefix for one in kept._texts)
         for prompt in prompts:
-            found = kept.common_lengths(prompt)
+            found = kept.common_lengths(array("i", prompt))
             for one in kept._texts:
                 pairs = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(one.tokens, prompt, strict=False))
                 assert found[one.full] == len(list(pairs))
@@ -400,9 +402,19 @@ def test_what_is_in_common_follows_a_text_that_changes(models):
     ):
         change()
         for asks in (prompt, prompt[:103], BOOK, prompt):
-            assert engine._kept.common_lengths(asks) == {text.full: in_common(text.tokens, asks)}
+            assert engine._kept.common_lengths(array("i", asks)) == {text.full: in_common(text.tokens, asks)}
     engine._kept._empty(text)
-    assert engine._kept.common_lengths(prompt) == {text.full: 0}
+    assert engine._kept.common_lengths(array("i", prompt)) == {text.full: 0}
+
+
+def test_texts_are_compared_from_what_is_known_and_first_up_to_where_they_are_likely_to_differ():
+    chance = random.Random(0)
+    for _ in range(3000):
+        ours, theirs, alike = (chance.randrange(100) for _ in range(3))
+        some, others = array("i", [1] * ours), array("i", [1] * alike + [2] * (theirs - alike))[:theirs]
+        found = min(ours, theirs, alike)
+        known, likely = chance.randint(0, found), chance.randrange(120)
+        assert common_length(some, others, known, likely) == found, (ours, theirs, alike, known, likely)
 
 
 @pytest.mark.parametrize("resident", [None, 0.0])
