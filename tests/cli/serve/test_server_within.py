@@ -6,7 +6,6 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,7 +19,7 @@ from triforce.cli.serve.answering.arrivals import Arrivals
 from triforce.cli.serve.http_limits import ServerLimits
 from triforce.cli.serve.web.events import Events
 from triforce.cli.serve.web.gate import Body, Held
-from triforce.cli.session.session import Task
+from triforce.cli.session.session import Finished, Task, Written
 from triforce.cli.session.wire import BodyError
 from triforce.cli.terminal.stopping import Signals
 from triforce.offload import Run
@@ -315,43 +314,81 @@ def test_an_idle_engine_waits_a_moment_for_requests_that_have_just_arrived(other
 
 
 @pytest.mark.parametrize(
-    ("follows", "abandoned", "running", "looks"),
+    ("abandoned", "running", "cpu", "looks"),
     [
-        (False, False, 2, 3),
-        (True, False, 2, 0),  # another first token comes before the round
-        (False, True, 2, 0),  # nobody takes it
-        (False, False, 0, 0),  # no round follows
+        (False, 2, True, 3),
+        (True, 2, True, 0),  # nobody takes it
+        (False, 0, True, 0),  # no round follows
+        (False, 2, False, 0),  # a GPU computes the round
     ],
 )
-def test_a_round_waits_until_first_tokens_are_taken(follows, abandoned, running, looks):
-    looked = []
-    answering, job, _ = answering_with_first_token(lambda: len(looked.append(1) or looked) >= 3, running)
-    job.abandoned = abandoned
-    answering._let_first_tokens_go(fake(run=fake(first_tokens_follow=follows)))
-    assert len(looked) == looks and bool(answering._firsts) == follows
+def test_a_round_waits_until_first_tokens_are_taken(abandoned, running, cpu, looks):
+    looked, waits = [], []
+
+    def is_taken():
+        looked.append(1)
+        waits.append(answering.waits_for_streams)
+        return len(looked) >= 3
+
+    answering, sent, _ = answering_with_first_token(is_taken, running, cpu=cpu, abandoned=abandoned)
+    answering._send_first_tokens()
+    assert len(sent) == 1 and len(looked) == looks and all(waits) and not answering.waits_for_streams
 
 
 def test_a_round_does_not_wait_long_for_first_tokens_that_are_not_taken():
-    answering, _job, waited = answering_with_first_token(lambda: False, 1)
-    answering._let_first_tokens_go(fake(run=None))
-    assert not answering._firsts and sum(waited) == pytest.approx(0.003, abs=0.0003)
+    answering, sent, waited = answering_with_first_token(lambda: False, 1)
+    answering._send_first_tokens()
+    answering._send_first_tokens()
+    assert len(sent) == 1 and sum(waited) == pytest.approx(0.003, abs=0.0003)
 
 
-def answering_with_first_token(is_taken, running):
-    """One that writes so many answers, a job whose first token it has sent, and the seconds for which it waits."""
+def answering_with_first_token(is_taken, running, *, cpu=True, abandoned=False):
+    """One that writes so many answers and has a first token to send, what it sends, and for how long it waits."""
     nothing: Any = None
     waited: list[float] = []
+    sent: list[Any] = []
     arrivals = Arrivals(lambda: sum(waited), waited.append)
     options: Any = {"most": 8, "save_prompts": False, "cut_by": lambda: None}
-    found = Answering(nothing, nothing, nothing, arrivals, nothing, nothing, **options)
+    engine = fake(target=fake(is_on_one_cpu=cpu))
+    found = Answering(engine, nothing, nothing, arrivals, nothing, nothing, **options)
     found._session = fake(tasks=dict.fromkeys(range(running)))
-    job = jobs.Job("one", lambda event: None, nothing, (), is_taken=is_taken)
-    found._firsts.add(job)
-    return found, job, waited
+    job = jobs.Job("one", sent.append, nothing, (), is_taken=is_taken)
+    job.abandoned = abandoned
+    found._firsts.append((job, jobs.Piece(0, "a")))
+    return found, sent, waited
+
+
+def test_first_tokens_of_one_pass_are_sent_together_and_before_what_follows_them():
+    """The second answer ends with its first token."""
+    answering, sent, _ = answering_with_first_token(lambda: True, 3)
+    answering._firsts.clear()
+    answering._metrics = fake(add_first_token=lambda s: None, add_prompt=lambda s: None)
+    answering._count_traffic = lambda session: None
+    ended: list[int] = []
+    answering._send_end = lambda task: ended.append(len(sent))
+    session = fake(run=fake(first_tokens_follow=True))
+    job = jobs.Job("one", sent.append, fake(answers=1), ())
+    named = {"owner": job, "sequence": fake(statistics=None), "draw": 0, "take_logprobs": lambda: None}
+    tasks = [fake(number=number, **named) for number in range(3)]
+    for task in tasks[:2]:
+        answering._handle(Written(task, fake(index=0), f"{task.number}"), session)
+    assert not sent
+    answering._handle(Finished(tasks[1]), session)
+    assert [one.text for one in sent] == ["0", "1"] and ended == [2]
+    session.run.first_tokens_follow = False
+    answering._handle(Written(tasks[2], fake(index=0), "2"), session)
+    assert [one.text for one in sent] == ["0", "1", "2"]
+
+
+class Fake:
+    """An object with the attributes that are named."""
+
+    def __init__(self, **named: object) -> None:
+        vars(self).update(named)
 
 
 def fake(**named: object) -> Any:
-    return SimpleNamespace(**named)
+    return Fake(**named)
 
 
 def test_no_request_counts_as_arriving_once_its_prompt_is_made_or_refused(pair):

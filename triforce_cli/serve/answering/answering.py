@@ -89,7 +89,9 @@ class Answering:
         self._written: WeakSet[Task] = WeakSet()  # what the round under way has brought tokens to so far
         self._in_doubt = False  # whether it works
         self._checking = False  # and nothing else begins meanwhile
-        self._firsts: WeakSet[Job] = WeakSet()  # since the last round: those whose first token may not be taken yet
+        self._firsts: list[tuple[Job, Piece | None]] = []  # first tokens of one pass that are not sent yet
+        self.waits_for_streams = False
+        """Whether the next round waits until first tokens are taken."""
         self._counted_at = 0.0  # when the metrics of link and memory were last updated
 
     def __len__(self) -> int:
@@ -131,6 +133,7 @@ class Answering:
             self._fail_all(error)
             raise
         finally:
+            self._firsts.clear()
             self.broken = session.broken
             self._count_traffic(session)
 
@@ -147,8 +150,8 @@ class Answering:
             return
         self._judge(event)
         looks = self._begins_round(event)
-        if looks:
-            self._firsts.clear()
+        if not (isinstance(event, Written) and event.round.index == 0):
+            self._send_first_tokens()  # before anything that follows them
         if event and not event.task.owner.abandoned and not isinstance(event.task.owner, Check):
             if isinstance(event, Written):
                 self._send_piece(event)
@@ -156,7 +159,8 @@ class Answering:
                 self._send_end(event.task)
             else:
                 self._fail(event.task.owner, event.error)
-        self._let_first_tokens_go(session)
+        if not (session.run and session.run.first_tokens_follow):
+            self._send_first_tokens()
         if looks:
             for task in self._tasks:
                 if task.owner.abandoned:
@@ -294,21 +298,28 @@ class Answering:
                 self._metrics.add_prompt(s)
         else:
             self._metrics.add_round(event.round)
-        logprobs = task.take_logprobs()
-        if event.round.index == 0 and self._engine.target.is_on_one_cpu:
-            self._firsts.add(job)
+        logprobs, piece = task.take_logprobs(), None
         if event.piece or logprobs:
-            job.send(Piece(task.number, event.piece, logprobs, Timings.of(s) if job.timed else None))
+            piece = Piece(task.number, event.piece, logprobs, Timings.of(s) if job.timed else None)
+        if event.round.index == 0:
+            self._firsts.append((job, piece))
+        elif piece:
+            job.send(piece)
 
-    def _let_first_tokens_go(self, session: Session) -> None:
-        """Before a round that takes all cores, leaves them for a moment to the thread that serves HTTP, so that most of
-        the first tokens of prompts that were read together leave before it."""
-        if not self._firsts or (session.run and session.run.first_tokens_follow):
-            return
-        if self._tasks:  # otherwise no round follows
-            taken = lambda: all(job.abandoned or job.is_taken() for job in self._firsts)  # noqa: E731
-            self._arrivals.wait_until(taken, most_s=_TAKEN_S)
-        self._firsts.clear()
+    def _send_first_tokens(self) -> None:
+        """Sends the first tokens of prompts that were computed in one pass, all at once: each event wakes the thread
+        that serves HTTP, which then takes turns with this thread. Before a round that takes all cores, leaves them for
+        a moment to that thread, so that most of the first tokens leave before it."""
+        firsts, self._firsts = self._firsts, []
+        for job, piece in firsts:
+            if piece:
+                job.send(piece)
+        if firsts and self._tasks and self._engine.target.is_on_one_cpu:  # without tasks, no round follows
+            self.waits_for_streams = True
+            self._arrivals.wait_until(
+                lambda: all(job.abandoned or job.is_taken() for job, _ in firsts), most_s=_TAKEN_S
+            )
+            self.waits_for_streams = False
 
     def _send_end(self, task: Task) -> None:
         """Sends the event that an answer is complete, or that a text is saved."""

@@ -134,8 +134,8 @@ class Job(_Work):
     wants_progress: bool = False
     """Whether events about the progress of its prefill are wanted."""
     is_taken: Callable[[], bool] = lambda: True
-    """Returns whether the stream of the answers has taken all events that were sent. `True` if they are not streamed,
-    or if a client may have to read others before the first token."""
+    """Returns whether the stream of the answers has taken all events that were sent, and passed them on. `True` if they
+    are not streamed, or if a client may have to read others before the first token."""
     compiled: threading.Event | None = field(default=None, init=False)
     """Set after its grammar is compiled; `None`: compiling has not begun."""
 

@@ -62,8 +62,10 @@ class Worker:
 
     @property
     def computes(self) -> bool:
-        """Whether the model is being loaded, answers are being written, or texts are being read."""
-        return self.state == "loading" or self.running > 0
+        """Whether the model is being loaded, answers are being written, or texts are being read; not while this waits
+        until clients have first tokens."""
+        answering = self._answering
+        return self.state == "loading" or (self.running > 0 and not (answering and answering.waits_for_streams))
 
     def start(self) -> None:
         self._thread.start()

@@ -32,6 +32,7 @@ class Events:
         self._num_bytes = 0  # of pieces that wait
         self._taken = 0  # of the event that was taken last, which is being sent
         self._held = 0  # what `hold` was called with
+        self._asked = False  # whether there was none when one was last to be taken
         self._came = asyncio.Event()
         self._too_many = self._told = False
         self.on_too_many: Callable[[], None] = lambda: None
@@ -55,8 +56,8 @@ class Events:
                 self._loop.call_soon_threadsafe(self._wake)
 
     def are_taken(self) -> bool:
-        """Whether no event waits. May be called from any thread."""
-        return not self._waiting
+        """Whether no event waits, and none is being sent: the next one was asked for. May be called from any thread."""
+        return self._asked and not self._waiting
 
     def _add(self, event: Event) -> None:
         key = type(event), event.number if isinstance(event, Piece | Complete | Progress) else 0
@@ -98,6 +99,7 @@ class Events:
             self._came.clear()
             key = next(iter(self._waiting), None)
             event = None if key is None else self._waiting.pop(key)
+            self._asked = event is None
             self._taken = event.num_bytes if isinstance(event, Piece) else 0
             self._num_bytes -= self._taken
         self._count()
