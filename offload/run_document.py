@@ -34,7 +34,7 @@ def run_identity(
     disk_bytes: int,
     packed: bool,
 ) -> dict[str, Any]:
-    """The part of a run's JSON that is known before the run.
+    """The part of a run's JSON that is not measured.
 
     Args:
         names: the names of target and draft.
@@ -78,7 +78,7 @@ def run_document(
     """The JSON of a run that is finished or in progress.
 
     Args:
-        identity: the part that is known before the run: versions, models, device, sampling, `settings`.
+        identity: the part that is not measured: versions, models, device, sampling, `settings`.
         lengths: the current draft lengths, which are added to `settings`.
         warnings: one line each.
     """

@@ -202,7 +202,7 @@ class KeptCache:
         that several texts share are compared once."""
         found: dict[FullCache, int] = {}
         compared: dict[FullCache, tuple[int, int]] = {}  # by cache: how many tokens were compared, how many are equal
-        likely = 0  # most texts differ from a prompt where others do
+        likely = 0  # where the previous text differed; most differ there
         for text in self._texts:
             prefix, start = text.full.prefix, text.full.start
             known, alike = compared.get(prefix, (0, 0)) if prefix else (0, 0)

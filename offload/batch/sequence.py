@@ -63,7 +63,7 @@ class ActiveSequence(TokenSequence):
     saved: ContextUse | None
     """The saved contexts that the sequence starts from and saves, if any."""
     identity: Callable[[], dict[str, Any]]
-    """Returns the part of the sequence's JSON (`BatchSequence.document`) that is known before the prefill."""
+    """Returns the part of the sequence's JSON (`BatchSequence.document`) that is not measured; see `run_identity`."""
     traffic_before: Traffic = field(default_factory=Traffic)
     """The traffic over the link and the disk when decoding began."""
     read_before: ReadCounter = field(default_factory=ReadCounter)

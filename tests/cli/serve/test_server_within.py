@@ -1,5 +1,6 @@
 """A server from within: its limits, lowered, and what it says when something here fails."""
 
+import asyncio
 import gc
 import os
 import threading
@@ -19,13 +20,13 @@ from triforce.cli.serve.answering.arrivals import Arrivals
 from triforce.cli.serve.http_limits import ServerLimits
 from triforce.cli.serve.web.events import Events
 from triforce.cli.serve.web.gate import Body, Held
-from triforce.cli.session.session import Finished, Task, Written
+from triforce.cli.session.session import Failed, Finished, Task, Written
 from triforce.cli.session.wire import BodyError
 from triforce.cli.terminal.stopping import Signals
 from triforce.offload import Run
 from triforce.offload.batch.sequence import BatchSequence
 from triforce.offload.contexts.use import ContextUse
-from triforce.tp.errors import PeerError
+from triforce.tp.errors import CapacityError, PeerError
 
 COMPLETION = "/v1/completions"
 
@@ -314,15 +315,15 @@ def test_an_idle_engine_waits_a_moment_for_requests_that_have_just_arrived(other
 
 
 @pytest.mark.parametrize(
-    ("abandoned", "running", "cpu", "looks"),
+    ("follows", "abandoned", "running", "looks"),
     [
-        (False, 2, True, 3),
-        (True, 2, True, 0),  # nobody takes it
-        (False, 0, True, 0),  # no round follows
-        (False, 2, False, 0),  # a GPU computes the round
+        (False, False, 2, 3),
+        (True, False, 2, 0),  # another first token comes before the round
+        (False, True, 2, 0),  # nobody takes it
+        (False, False, 0, 0),  # no round follows
     ],
 )
-def test_a_round_waits_until_first_tokens_are_taken(abandoned, running, cpu, looks):
+def test_a_round_waits_until_first_tokens_are_taken(follows, abandoned, running, looks):
     looked, waits = [], []
 
     def is_taken():
@@ -330,54 +331,92 @@ def test_a_round_waits_until_first_tokens_are_taken(abandoned, running, cpu, loo
         waits.append(answering.waits_for_streams)
         return len(looked) >= 3
 
-    answering, sent, _ = answering_with_first_token(is_taken, running, cpu=cpu, abandoned=abandoned)
-    answering._send_first_tokens()
-    assert len(sent) == 1 and len(looked) == looks and all(waits) and not answering.waits_for_streams
+    answering, job, _ = answering_with_first_token(is_taken, running)
+    job.abandoned = abandoned
+    answering._let_first_tokens_go(fake(run=fake(first_tokens_follow=follows)))
+    assert len(looked) == looks and bool(answering._firsts) == follows
+    assert all(waits) and not answering.waits_for_streams
 
 
 def test_a_round_does_not_wait_long_for_first_tokens_that_are_not_taken():
-    answering, sent, waited = answering_with_first_token(lambda: False, 1)
-    answering._send_first_tokens()
-    answering._send_first_tokens()
-    assert len(sent) == 1 and sum(waited) == pytest.approx(0.003, abs=0.0003)
+    answering, _job, waited = answering_with_first_token(lambda: False, 1)
+    answering._let_first_tokens_go(fake(run=None))
+    assert not answering._firsts and sum(waited) == pytest.approx(0.003, abs=0.0003)
 
 
-def answering_with_first_token(is_taken, running, *, cpu=True, abandoned=False):
-    """One that writes so many answers and has a first token to send, what it sends, and for how long it waits."""
+def answering_with_first_token(is_taken, running):
+    """One that writes so many answers, a job whose first token it has sent, and the seconds for which it waits."""
     nothing: Any = None
     waited: list[float] = []
-    sent: list[Any] = []
     arrivals = Arrivals(lambda: sum(waited), waited.append)
     options: Any = {"most": 8, "save_prompts": False, "cut_by": lambda: None}
-    engine = fake(target=fake(is_on_one_cpu=cpu))
-    found = Answering(engine, nothing, nothing, arrivals, nothing, nothing, **options)
+    found = Answering(nothing, nothing, nothing, arrivals, nothing, nothing, **options)
     found._session = fake(tasks=dict.fromkeys(range(running)))
-    job = jobs.Job("one", sent.append, nothing, (), is_taken=is_taken)
-    job.abandoned = abandoned
-    found._firsts.append((job, jobs.Piece(0, "a")))
-    return found, sent, waited
+    job = jobs.Job("one", lambda event: None, nothing, (), is_taken=is_taken)
+    found._firsts.add(job)
+    return found, job, waited
 
 
-def test_first_tokens_of_one_pass_are_sent_together_and_before_what_follows_them():
-    """The second answer ends with its first token."""
-    answering, sent, _ = answering_with_first_token(lambda: True, 3)
+@pytest.mark.parametrize("then", [Finished, Failed, None])
+def test_first_tokens_of_one_pass_are_sent_together_and_before_what_follows_them(then):
+    """The second answer ends with its first token, or fails; or no answer is under way any more."""
+    answering, job, waited = answering_with_first_token(lambda: False, 3)
+    sent: list[Any] = []
+    job.send, job.request = sent.append, fake(answers=1)
     answering._firsts.clear()
+    answering._engine = fake(target=fake(is_on_one_cpu=True))
+    answering._queue = fake(remove=lambda work: None)
     answering._metrics = fake(add_first_token=lambda s: None, add_prompt=lambda s: None)
     answering._count_traffic = lambda session: None
-    ended: list[int] = []
-    answering._send_end = lambda task: ended.append(len(sent))
-    session = fake(run=fake(first_tokens_follow=True))
-    job = jobs.Job("one", sent.append, fake(answers=1), ())
+    answering._judge = lambda event: None
+    answering._send_end = lambda task: sent.append(task)
+    session = fake(run=fake(first_tokens_follow=True), end=lambda task: None)
     named = {"owner": job, "sequence": fake(statistics=None), "draw": 0, "take_logprobs": lambda: None}
     tasks = [fake(number=number, **named) for number in range(3)]
+    answering._session = fake(tasks=dict.fromkeys(tasks))
     for task in tasks[:2]:
-        answering._handle(Written(task, fake(index=0), f"{task.number}"), session)
+        answering._handle(Written(task, fake(index=0), str(task.number)), session)
     assert not sent
-    answering._handle(Finished(tasks[1]), session)
-    assert [one.text for one in sent] == ["0", "1"] and ended == [2]
+    ends = {Finished: [Finished(tasks[1])], Failed: [Failed(tasks[1], BodyError("no"))]}.get(then, [None])
+    answering._handle(ends[0], session)
+    assert [one.text for one in sent[:2]] == ["0", "1"] and len(sent) == 2 + (then is not None)
+    assert not waited, "another first token follows"
     session.run.first_tokens_follow = False
+    job.abandoned = False
     answering._handle(Written(tasks[2], fake(index=0), "2"), session)
-    assert [one.text for one in sent] == ["0", "1", "2"]
+    assert sent[-1].text == "2" and sum(waited) == pytest.approx(0.003, abs=0.0003)
+
+
+def test_first_tokens_are_sent_before_an_error_that_ends_the_run():
+    answering, job, _ = answering_with_first_token(lambda: True, 0)
+    sent: list[Any] = []
+    job.send = sent.append
+    answering._queue = fake(remove=lambda work: None)
+    answering._unsent.append((job, jobs.Piece(0, "a")))
+    answering._session = fake(tasks={fake(owner=job): None})
+    answering._fail_all(CapacityError("memory ran out"))
+    assert [type(one) for one in sent] == [jobs.Piece, jobs.Failed]
+
+
+async def _passed_on():
+    """Whether an event counts as taken: before it comes, while it waits, while it is passed on, and afterwards."""
+    events = Events(1000)
+    taking = asyncio.ensure_future(events.next())
+    await asyncio.sleep(0)
+    found = [events.are_taken()]
+    events.send(jobs.Piece(0, "a"))
+    found.append(events.are_taken())
+    await taking
+    found.append(events.are_taken())
+    taking = asyncio.ensure_future(events.next())
+    await asyncio.sleep(0)
+    found.append(events.are_taken())
+    taking.cancel()
+    return found
+
+
+def test_an_event_counts_as_taken_once_the_next_one_is_asked_for():
+    assert asyncio.run(_passed_on()) == [True, False, False, True]
 
 
 class Fake:

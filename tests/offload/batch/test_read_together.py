@@ -91,24 +91,31 @@ def test_questions_that_begin_together_in_kept_caches_need_one_plan(models, plan
     first, again = ([BOOK + random_tokens(20, seed=seed + one) for one in range(4)] for seed in (10, 20))
     list(engine.batch(requests_of(first)))
     plans.clear()
-    again[2] = again[2][:-9]  # they need not be of one length, and the first need not be the longest
-    again[3] = again[3] + [5, 6, 7]
-    longest = len(again[3]) + 12
+    again[2] = again[2][:-9]  # none may be longer than the first
     assert answers(engine, requests_of(again)) == [greedy_oracle(models["llama"][1], one, 12) for one in again]
-    assert plans and {*plans} == {(4, 0, longest)}, "of all four"
+    assert plans and {*plans} == {(4, 0, len(again[0]) + 12)}, "of all four"
 
 
-def test_a_question_with_a_longer_answer_than_was_planned_has_a_plan_of_its_own(models, plans):
+@pytest.mark.parametrize(
+    ("more", "answer"),
+    [
+        (0, 400),
+        (-8, 20),  # no longer context, but a longer answer
+        (1, 12),
+    ],
+)
+def test_a_question_that_is_longer_than_was_planned_has_a_plan_of_its_own(models, plans, more, answer):
     engine = models.engine("llama")
     earlier, asks = ([BOOK + random_tokens(20, seed=seed + one) for one in range(3)] for seed in (10, 20))
     list(engine.batch(requests_of(earlier)))
     plans.clear()
     requests = requests_of(asks)
-    requests[2] = replace(requests[2], max_new_tokens=400)  # by more than the rows of a step
+    asks[2] = (asks[2] + [7])[: 720 + more]
+    requests[2] = replace(requests[2], prompt_ids=asks[2], max_new_tokens=answer)
     run = engine.run(lambda waits: requests.pop(0) if requests else None)
     while not any(one.statistics.rounds for one in run.live):
         next(run)
-    assert {*plans} == {(3, 0, len(asks[0]) + 12), (1, 2, len(asks[2]) + 400)}
+    assert {*plans} == {(3, 0, len(asks[0]) + 12), (1, 2, len(asks[2]) + answer)}
     run.close()
 
 

@@ -41,9 +41,9 @@ _COUNT_S = 0.1
 """Minimum time in seconds between two updates of the metrics of link and memory while answers are written. With 256
 kept caches, an update takes 0.12 ms (AMD EPYC, Zen 4)."""
 
-_TAKEN_S = 3e-3
-"""Maximum seconds for which a round waits until the thread that serves HTTP has taken first tokens. Otherwise most of
-them would leave after the round."""
+_PASSED_ON_S = 3e-3
+"""Maximum seconds for which a round waits until the thread that serves HTTP has passed first tokens on. Otherwise most
+of them would leave after the round."""
 
 _EXPLAINED = CapacityError, ContextError, UsageError, BodyError
 """Errors that do not indicate that the engine is broken."""
@@ -89,9 +89,10 @@ class Answering:
         self._written: WeakSet[Task] = WeakSet()  # what the round under way has brought tokens to so far
         self._in_doubt = False  # whether it works
         self._checking = False  # and nothing else begins meanwhile
-        self._firsts: list[tuple[Job, Piece | None]] = []  # first tokens of one pass that are not sent yet
+        self._unsent: list[tuple[Job, Piece]] = []  # first tokens, while others of the same pass follow
+        self._firsts: WeakSet[Job] = WeakSet()  # since the last round: those whose first token may not be passed on yet
         self.waits_for_streams = False
-        """Whether the next round waits until first tokens are taken."""
+        """Whether the next round waits until first tokens are passed on to their clients."""
         self._counted_at = 0.0  # when the metrics of link and memory were last updated
 
     def __len__(self) -> int:
@@ -133,7 +134,6 @@ class Answering:
             self._fail_all(error)
             raise
         finally:
-            self._firsts.clear()
             self.broken = session.broken
             self._count_traffic(session)
 
@@ -149,9 +149,11 @@ class Answering:
                 self._fail(event.task.owner, why)
             return
         self._judge(event)
-        looks = self._begins_round(event)
         if not (isinstance(event, Written) and event.round.index == 0):
-            self._send_first_tokens()  # before anything that follows them
+            self._send_first_tokens()  # before what follows them
+        looks = self._begins_round(event)
+        if looks:
+            self._firsts.clear()
         if event and not event.task.owner.abandoned and not isinstance(event.task.owner, Check):
             if isinstance(event, Written):
                 self._send_piece(event)
@@ -159,8 +161,7 @@ class Answering:
                 self._send_end(event.task)
             else:
                 self._fail(event.task.owner, event.error)
-        if not (session.run and session.run.first_tokens_follow):
-            self._send_first_tokens()
+        self._let_first_tokens_go(session)
         if looks:
             for task in self._tasks:
                 if task.owner.abandoned:
@@ -298,28 +299,37 @@ class Answering:
                 self._metrics.add_prompt(s)
         else:
             self._metrics.add_round(event.round)
-        logprobs, piece = task.take_logprobs(), None
+        logprobs = task.take_logprobs()
+        first = event.round.index == 0
+        if first and self._engine.target.is_on_one_cpu:
+            self._firsts.add(job)
         if event.piece or logprobs:
-            piece = Piece(task.number, event.piece, logprobs, Timings.of(s) if job.timed else None)
-        if event.round.index == 0:
-            self._firsts.append((job, piece))
-        elif piece:
-            job.send(piece)
+            self._unsent.append((job, Piece(task.number, event.piece, logprobs, Timings.of(s) if job.timed else None)))
+        if not first:
+            self._send_first_tokens()
 
     def _send_first_tokens(self) -> None:
-        """Sends the first tokens of prompts that were computed in one pass, all at once: each event wakes the thread
-        that serves HTTP, which then takes turns with this thread. Before a round that takes all cores, leaves them for
-        a moment to that thread, so that most of the first tokens leave before it."""
-        firsts, self._firsts = self._firsts, []
-        for job, piece in firsts:
-            if piece:
+        """Sends the pieces that were kept back. First tokens of one pass are sent together: each piece wakes the thread
+        that serves HTTP, which would take turns with this thread."""
+        unsent, self._unsent = self._unsent, []
+        for job, piece in unsent:
+            if not job.abandoned:
                 job.send(piece)
-        if firsts and self._tasks and self._engine.target.is_on_one_cpu:  # without tasks, no round follows
+
+    def _let_first_tokens_go(self, session: Session) -> None:
+        """Sends first tokens, if no others of the same pass follow. Before a round that takes all cores, leaves the
+        cores for a moment to the thread that serves HTTP, so that most of the first tokens leave before it."""
+        if session.run and session.run.first_tokens_follow:
+            return
+        self._send_first_tokens()
+        if self._firsts and self._tasks:  # otherwise no round follows
+            passed_on = lambda: all(job.abandoned or job.is_taken() for job in self._firsts)  # noqa: E731
             self.waits_for_streams = True
-            self._arrivals.wait_until(
-                lambda: all(job.abandoned or job.is_taken() for job, _ in firsts), most_s=_TAKEN_S
-            )
-            self.waits_for_streams = False
+            try:
+                self._arrivals.wait_until(passed_on, most_s=_PASSED_ON_S)
+            finally:
+                self.waits_for_streams = False
+        self._firsts.clear()
 
     def _send_end(self, task: Task) -> None:
         """Sends the event that an answer is complete, or that a text is saved."""
@@ -358,5 +368,6 @@ class Answering:
 
     def _fail(self, job: Job | Upload, error: BaseException) -> None:
         """Sends an error for a piece of work. Nothing follows it, and its waiting parts are dropped."""
+        self._send_first_tokens()
         job.fail(error)
         self._queue.remove(job)

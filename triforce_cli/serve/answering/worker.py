@@ -62,10 +62,11 @@ class Worker:
 
     @property
     def computes(self) -> bool:
-        """Whether the model is being loaded, answers are being written, or texts are being read; not while this waits
-        until clients have first tokens."""
+        """Whether the model is being loaded, answers are being written, or texts are being read; not while a round
+        waits until first tokens are passed on."""
         answering = self._answering
-        return self.state == "loading" or (self.running > 0 and not (answering and answering.waits_for_streams))
+        waits = answering is not None and answering.waits_for_streams
+        return self.state == "loading" or (self.running > 0 and not waits)
 
     def start(self) -> None:
         self._thread.start()

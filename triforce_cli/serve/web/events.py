@@ -32,7 +32,7 @@ class Events:
         self._num_bytes = 0  # of pieces that wait
         self._taken = 0  # of the event that was taken last, which is being sent
         self._held = 0  # what `hold` was called with
-        self._asked = False  # whether there was none when one was last to be taken
+        self._asked = False  # whether an event was asked for when none waited
         self._came = asyncio.Event()
         self._too_many = self._told = False
         self.on_too_many: Callable[[], None] = lambda: None
@@ -98,8 +98,8 @@ class Events:
         with self._lock:
             self._came.clear()
             key = next(iter(self._waiting), None)
+            self._asked = key is None
             event = None if key is None else self._waiting.pop(key)
-            self._asked = event is None
             self._taken = event.num_bytes if isinstance(event, Piece) else 0
             self._num_bytes -= self._taken
         self._count()
