@@ -270,7 +270,10 @@ class KeptCache:
         if text and old and same and old.capacity >= request.context:
             going_on = self._going_on(old, plan)
             if going_on:
-                return self.take_over(prompt, text, shared), going_on
+                self._retire(text, shared)
+                with self._taking(text):
+                    old.rollback(shared)
+                return self._known(old, prompt), going_on
             resident = held_bytes(old.blocks.held(), "resident_kv")
         if old and old.prefix:
             with suppress(CapacityError):
@@ -314,14 +317,6 @@ class KeptCache:
         self.moved += max(0, resident - held_bytes(cache.blocks.held(), "resident_kv"))
         self._known(cache, prompt)
         return cache, plan if request is asked else self._plan(asked, replaces=self._texts[-1])
-
-    def take_over(self, prompt: array[int], text: KnownText, shared: int) -> FullCache:
-        """Returns the cache of an ended text as it is, with the first `shared` tokens of a prompt. The text is
-        forgotten."""
-        self._retire(text, shared)
-        with self._taking(text):
-            text.full.rollback(shared)
-        return self._known(text.full, prompt)
 
     def beside(
         self,

@@ -24,7 +24,7 @@ from ..graphs.passes import Graphs, Passes
 from ..held import held_bytes
 from ..planning.cost_model import Assumptions, Hardware, PassTimes, hardware_of
 from ..planning.request import RunRequest
-from ..planning.run_plan import RETRIEVAL_DRAFT_TOKENS, TAIL_TOKENS, RunPlan, make_plan, planned_budget
+from ..planning.run_plan import RETRIEVAL_DRAFT_TOKENS, RunPlan, make_plan, planned_budget
 from ..run_document import run_identity
 from ..settings import Settings
 from ..speculation.confidence import Confidence
@@ -154,10 +154,6 @@ class SequenceSetup:
         self._expected = expected
         self._moved_before = models.kept.moved
         self._budget = 0  # the reduced budget of each sequence, if several do not fit with full budgets; else 0
-        self._planned: RunPlan | None = None
-        """The plan of the sequences that begin together when no other runs. It counts `plan.request.sequences` of them,
-        each further one with up to `TAIL_TOKENS` tokens of its own. `None` once another sequence is opened."""
-        self._planned_moved = 0  # `KeptCache.moved` when it was made
         self._current: MeasuredTiers | None = None
         self.measured = earlier
         """The tiers of the last sequences that began together, in this run or an earlier one. So a run does not have to
@@ -270,7 +266,6 @@ class SequenceSetup:
                 expected //= 2  # further sequences then wait, or take the memory that is left
             request = replace(request, sequences=expected)
             full, plan = self._full_cache(sequence, request, first=True, reuse=reuse, on_memory=on_memory)
-            self._planned, self._planned_moved = plan, models.kept.moved
             if plan.budget < planned_budget(request.settings, request.context):
                 self._budget = plan.budget
             made = self._make_tiers(replace(request, sequences=1), plan, waiting)
@@ -278,39 +273,14 @@ class SequenceSetup:
                 self._current = made
                 adapts = self.target.device.type == "cpu" and models.settings.threads is None
                 self.threads = DecodingThreads(adapts and self.tiers[0].control.adapts_to_time)
-        elif known and known[0] and (plan := self._plan_for_all(request, known, len(running))):
-            full = models.kept.take_over(prompt, known[0], known[1])
         else:
             unallocated = sum(one.active.unallocated_bytes for one in running)
             unallocated += _further_slices_bytes(aside.active) if aside else 0
             request = replace(request, beside=len(running), unallocated_bytes=unallocated)
             full, plan = self._full_cache(sequence, request, first=False, known=known)
-            if not (known and known[0]) or plan.request.own > TAIL_TOKENS:
-                self._planned = None
         sequence.active_or_none = self._activated(sequence, full, plan, matcher)
         models.kept.others.add(sequence.active_or_none)
         sequence.statistics = replace(sequence.statistics, reused_tokens=full.length)
-
-    def _plan_for_all(self, request: RunRequest, known: Shared, running: int) -> RunPlan | None:
-        """The plan of the sequences that begin together, if it also counts a further one, which takes over an ended
-        text's cache as it is; otherwise `None`.
-
-        Args:
-            request: that of the further one. Neither its context nor its answer may be longer than planned.
-            known: what it takes over. Its cache must be placed as the planned one. Of the context, it may hold as many
-                tokens as are planned for each further sequence.
-            running: the number of sequences that are open.
-        """
-        (text, shared), plan, kept = known, self._planned, self._models.kept
-        if plan is None or text is None or kept.moved != self._planned_moved or self.target.ranks.size > 1:
-            return None
-        full, planned = text.full, plan.request
-        counted = running < planned.sequences and request.context - full.start <= TAIL_TOKENS
-        longest = min(planned.context, full.capacity)
-        no_longer = request.context <= longest and (request.answer or 0) <= (planned.answer or 0)
-        as_planned = full.start == planned.shared and full.blocks.placement == plan.placement
-        fits = counted and no_longer and as_planned
-        return plan if fits and takes_over(text, shared) and kept.can_be_taken_over(text) else None
 
     def to_compute(self, sequence: BatchSequence) -> int:
         """How many tokens of a sequence's prompt its prefill must compute, or had to when it began: those that it does

@@ -8,7 +8,6 @@ import pytest
 import torch
 from tiny import greedy_oracle, random_tokens
 from triforce.offload import Ended, Progress, Request, Sampling, Tokens
-from triforce.offload.batch import kept
 from triforce.offload.caches.together import JoinedFullCache
 from triforce.tp import CapacityError
 from triforce.tp.decoder import Decoder
@@ -70,71 +69,6 @@ def test_questions_about_a_text_that_is_known_are_read_in_one_pass(models, passe
     assert [texts[i] for i in range(len(ASKS))] == [greedy_oracle(models["llama"][1], one, 12) for one in ASKS]
     read = sum(len(one) for one in ASKS) - sum(one.statistics.reused_tokens for one in batch.sequences)
     assert passes[0] == read, "all of it in the first pass"
-
-
-@pytest.fixture
-def plans(monkeypatch):
-    """For each plan in the memory that is free: how many sequences it is for, how many run, and its tokens."""
-    seen, plan_here = [], kept.plan_here
-
-    def noted(request, *args, **kwargs):
-        seen.append((request.sequences, request.beside, request.context))
-        return plan_here(request, *args, **kwargs)
-
-    monkeypatch.setattr(kept, "plan_here", noted)
-    return seen
-
-
-@pytest.mark.parametrize("resident", [None, 0.0])
-def test_questions_that_begin_together_in_kept_caches_need_one_plan(models, plans, resident):
-    engine = models.engine("llama", resident=resident)
-    first, again = ([BOOK + random_tokens(20, seed=seed + one) for one in range(4)] for seed in (10, 20))
-    list(engine.batch(requests_of(first)))
-    plans.clear()
-    again[2] = again[2][:-9]  # none may be longer than the first
-    assert answers(engine, requests_of(again)) == [greedy_oracle(models["llama"][1], one, 12) for one in again]
-    assert plans and {*plans} == {(4, 0, len(again[0]) + 12)}, "of all four"
-
-
-@pytest.mark.parametrize(
-    ("more", "answer"),
-    [
-        (0, 400),
-        (-8, 20),  # no longer context, but a longer answer
-        (1, 12),
-    ],
-)
-def test_a_question_that_is_longer_than_was_planned_has_a_plan_of_its_own(models, plans, more, answer):
-    engine = models.engine("llama")
-    earlier, asks = ([BOOK + random_tokens(20, seed=seed + one) for one in range(3)] for seed in (10, 20))
-    list(engine.batch(requests_of(earlier)))
-    plans.clear()
-    requests = requests_of(asks)
-    asks[2] = (asks[2] + [7])[: 720 + more]
-    requests[2] = replace(requests[2], prompt_ids=asks[2], max_new_tokens=answer)
-    run = engine.run(lambda waits: requests.pop(0) if requests else None)
-    while not any(one.statistics.rounds for one in run.live):
-        next(run)
-    assert {*plans} == {(3, 0, len(asks[0]) + 12), (1, 2, len(asks[2]) + answer)}
-    run.close()
-
-
-def test_questions_that_join_later_have_plans_of_their_own(models, plans):
-    """Other programs may have taken memory since those that began together were planned."""
-    engine = models.engine("llama")
-    earlier, asks = ([BOOK + random_tokens(20, seed=seed + one) for one in range(4)] for seed in (10, 20))
-    list(engine.batch(requests_of(earlier)))
-    waiting = requests_of(asks[:2], new_tokens=9) + requests_of(asks[2:], new_tokens=40)
-    run = engine.run(lambda waits: waiting.pop(0) if waiting else None)
-    ended = 0
-    while ended < 2:
-        ended += isinstance(next(run), Ended)
-    plans.clear()
-    waiting += requests_of([[*one[:-4], 1, 2, 3, 4] for one in asks[:2]])  # they take over what has just ended
-    while len(run.live) < 4 or any(one.active_or_none is None for one in run.live):
-        next(run)
-    assert {*plans} == {(1, beside, len(asks[0]) + 12) for beside in (2, 3)}
-    run.close()
 
 
 @pytest.mark.parametrize(("tokens", "at_once"), [(5, True), (25, True), (60, False)])
